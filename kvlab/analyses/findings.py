@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -164,6 +164,18 @@ class Findings:
     def __or__(self, other: Findings) -> Findings:
         """The rows of both, with the left one's table; where both have a metric, the right one's row counts."""
         return Findings(self.table, self._rows | other._rows)
+
+
+def estimates(groups: Iterable[tuple[Any, Iterable[float]]], keys: Sequence[str]) -> pd.DataFrame:
+    """The mean of each group with its 95 % interval: columns `keys`, value, low, high.
+
+    groups: labels (a tuple where there are several keys) and values, as pandas' `groupby` gives them.
+    """
+    rows = []
+    for label, values in groups:
+        value, (low, high) = summarise(values)
+        rows.append([*(label if isinstance(label, tuple) else (label,)), value, low, high])
+    return pd.DataFrame(rows, columns=[*keys, "value", "low", "high"])
 
 
 def fields(effect: str) -> list[str]:

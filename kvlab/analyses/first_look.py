@@ -25,7 +25,7 @@ AT_BUDGET = "{measure}/{policy}"
 
 
 @dataclass(frozen=True)
-class Place:
+class LostQuery:
     """One query of one head, and how much of its attention was lost."""
 
     layer: int
@@ -77,27 +77,29 @@ def story(result: Replay, results: Replays) -> list[str]:
     most = np.sort(by_head.ravel())[::-1][: max(1, by_head.size // 10)]
     early, late = (float(part.mean()) for part in (lost[..., : lost.shape[-1] // 2], lost[..., lost.shape[-1] // 2 :]))
     ordered = sorted(results, key=lambda one: one.summary["mass_lost"])
-    told = [f"{one.policy.name} ({one.summary['mass_lost']:.1%})" for one in (ordered[0], ordered[-1])]
+    extremes = [f"{one.policy.name} ({one.summary['mass_lost']:.1%})" for one in (ordered[0], ordered[-1])]
     return [
         f"{result.policy.name} loses {result.summary['mass_lost']:.1%} of the response's attention, {early:.1%} in its "
         f"first half and {late:.1%} in its second.",
         f"Of all that is lost the worst tenth of the heads has {most.sum() / by_head.sum():.0%}; head {head} of layer "
         f"{result.trace.layers[layer]} loses {by_head[layer, head]:.0%} of its own.",
-        f"Of {len(ordered)} policies {told[0]} loses least and {told[1]} most.",
+        f"Of {len(ordered)} policies {extremes[0]} loses least and {extremes[1]} most.",
         "This is one prompt, so that nothing says how sure it is, and no paper prints such numbers; next, the same on "
         "several texts: a list of traces gives intervals over them.",
     ]
 
 
-def worst(result: Replay) -> Place:
+def worst(result: Replay) -> LostQuery:
     """The layer, head and step whose query lost the most attention."""
     flat = int(result.mass_lost.argmax())
     _, heads, steps = result.mass_lost.shape
     row, head, step = flat // (heads * steps), flat // steps % heads, flat % steps
-    return Place(result.trace.layers[row], head, step + 1, float(result.mass_lost[row, head, step]))
+    return LostQuery(result.trace.layers[row], head, step + 1, float(result.mass_lost[row, head, step]))
 
 
-def lost_tokens(lm: LM, trace: Trace, result: Replay, place: Place, limit: int = 8, around: int = 4) -> pd.DataFrame:
+def lost_tokens(
+    lm: LM, trace: Trace, result: Replay, query: LostQuery, limit: int = 8, around: int = 4
+) -> pd.DataFrame:
     """The tokens that a query attended to most among those it could no longer read, each within its surroundings.
 
     Raises:
@@ -105,9 +107,9 @@ def lost_tokens(lm: LM, trace: Trace, result: Replay, place: Place, limit: int =
     """
     if trace.ids is None:
         raise KvlabError("this trace was made from tensors alone, so its tokens are not known")
-    row = trace.layout.place(place.layer)
-    weights = reference(trace).at(place.step)[row, place.head].to("cpu", copy=True)
-    read = result.kept(place.layer, place.step)[place.head * trace.kv_heads // trace.heads]
+    row = trace.layout.place(query.layer)
+    weights = reference(trace).at(query.step)[row, query.head].to("cpu", copy=True)
+    read = result.kept(query.layer, query.step)[query.head * trace.kv_heads // trace.heads]
     weights[read[read >= 0]] = 0
     best = weights.topk(min(limit, len(weights)))
     rows = []

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from kvlab.analyses import shipped_tables
+from kvlab.analyses.findings import estimates
 from kvlab.analyses.texts import to_summarise
 from kvlab.bench import clock, memory, meters
 from kvlab.bench.timing import Contender, generate
 from kvlab.inputs import corpus
 from kvlab.instruments.probes import Probe, Seen
 from kvlab.instruments.records import Records
-from kvlab.lib import intervals, progress_bars
+from kvlab.lib import progress_bars
 from kvlab.methods import Policy, has_budget, policy
 from kvlab.replays.replay import Replay
 from kvlab.replays.run import replay
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
 
     Advance = Callable[[str, int], None]
 
-BESIDE = ("snapkv", "streamingllm", "full")
+REFERENCES = ("snapkv", "streamingllm", "full")
 """What every method is shown beside."""
 MEASURES = ("recall", "mass_lost", "output_error", "stored_bytes", "read_bytes")
 COSTS = {"time_to_first_token": "first token", "time_per_output_token": "decoding step"}
 GROUP = 5  # policies that are timed in turns with one plain run
-WARM = 128  # tokens of the run before the clock starts
-REPLAYED, DRAWN = 200, 400  # a replay and a picture, in tokens of a prefill that take as long
+WARM_UP = 128  # tokens of the run before the clock starts
+REPLAY_WORK, DRAWING_WORK = 200, 400  # a replay and a picture, in tokens of a prefill that take as long
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,10 @@ class Portrait:
         """How many tokens a decoding step reads in each KV head, on average, `[layers, kv_heads]`."""
         assert self.read is not None, "only what acts while decoding has these"
         length = self.read.shape[-1]
-        return (self.read * _seen_by(length, self.prompt)).sum(-1) / (length - self.prompt)
+        return (self.read * _visible_steps(length, self.prompt)).sum(-1) / (length - self.prompt)
 
 
-class _Fresh(Probe):
+class _PrefillProbe(Probe):
     """What the store holds beside positions as decoding begins: merged entries, and channels that are gone."""
 
     name = "fresh"
@@ -117,63 +118,63 @@ class _Fresh(Probe):
         if where["step"] != 1:
             return
         store = seen.store
-        ours = (store.positions >= 0) & (store.positions < self.prompt)
+        of_prompt = (store.positions >= 0) & (store.positions < self.prompt)
         if store.merged:
-            positions = store.positions.masked_fill(~ours | (store.fusion_counts <= 1), -1)
-            self.merged = torch.stack([_marked(row, self.prompt) for row in positions])
+            positions = store.positions.masked_fill(~of_prompt | (store.fusion_counts <= 1), -1)
+            self.merged = torch.stack([_mask(row, self.prompt) for row in positions])
         if seen.policy.needs.rewrites:
-            held = (store.keys != 0) & ours[..., None]
-            self.channels = (held.sum(2) / ours.sum(2)[..., None]).cpu()
+            nonzero = (store.keys != 0) & of_prompt[..., None]
+            self.channels = (nonzero.sum(2) / of_prompt.sum(2)[..., None]).cpu()
 
 
-def _marked(positions: Tensor, length: int) -> Tensor:
+def _mask(positions: Tensor, length: int) -> Tensor:
     """Positions `[sets, n]`, -1 padded, as a mask, bool `[sets, length]`."""
     mask = torch.zeros(positions.shape[0], length + 1, dtype=torch.bool)
     mask.scatter_(1, positions.cpu() + 1, True)
     return mask[:, 1:]
 
 
-def chosen(lm: LM, name: str, budget: float) -> Policy:
+def default_policy(lm: LM, name: str, budget: float) -> Policy:
     """The policy at its defaults, with what was measured once for this very model and comes with kvlab."""
-    given: dict[str, Any] = {"budget": budget} if has_budget(name) else {}
+    parameters: dict[str, Any] = {"budget": budget} if has_budget(name) else {}
     if name == "duoattention":
         # Its default parts would take the whole budget of a prompt this short, and leave no retrieval head.
-        given |= {"sinks": 4, "recent": 32}
-    return shipped_tables.with_measured(lm, policy(name, **given))
+        parameters |= {"sinks": 4, "recent": 32}
+    return shipped_tables.with_shipped(lm, policy(name, **parameters))
 
 
 def traces(lm: LM, names: Sequence[str], settings: Settings, advance: Advance) -> list[Trace]:
     """A trace for each document, with what these policies and those beside them ask for."""
-    asked, found = sorted({*names, *BESIDE}), []
+    policies, captured = sorted({*names, *REFERENCES}), []
     for document in settings.documents:
         advance(f"reading {document}", 0)
         prompt = to_summarise(lm, corpus.document(document), settings.tokens)
-        found.append(shared.shared(lm, prompt, settings.new_tokens, policies=asked, progress=False))
+        captured.append(shared.shared(lm, prompt, settings.new_tokens, policies=policies, progress=False))
         advance(f"reading {document}", settings.tokens)
-    return found
+    return captured
 
 
 def portrait(trace: Trace, method: Policy, document: str) -> Portrait:
     """What a policy keeps of one trace, and what its decoding steps read."""
-    fresh = _Fresh(trace.prompt_length)
-    replayed = replay(trace, method, probes=[fresh])
-    stored = torch.stack([_marked(replayed.kept(layer), trace.prompt_length) for layer in trace.layers])
-    read = _reads(replayed) if method.needs.acts_while_decoding else None
+    probe = _PrefillProbe(trace.prompt_length)
+    replayed = replay(trace, method, probes=[probe])
+    stored = torch.stack([_mask(replayed.kept(layer), trace.prompt_length) for layer in trace.layers])
+    read = _read_shares(replayed) if method.needs.acts_while_decoding else None
     layers = tuple(trace.layers)
-    return Portrait(method, document, replayed.budget, layers, stored, read, fresh.merged, fresh.channels)
+    return Portrait(method, document, replayed.budget, layers, stored, read, probe.merged, probe.channels)
 
 
-def _reads(replayed: Replay) -> Tensor:
+def _read_shares(replayed: Replay) -> Tensor:
     trace = replayed.trace
     steps = range(1, trace.steps + 1)
-    times = torch.zeros(trace.n_layers, trace.kv_heads, trace.length)
-    for place, layer in enumerate(trace.layers):
+    reads = torch.zeros(trace.n_layers, trace.kv_heads, trace.length)
+    for row, layer in enumerate(trace.layers):
         for step in steps:
-            times[place] += _marked(replayed.kept(layer, step), trace.length)
-    return times / _seen_by(trace.length, trace.prompt_length)
+            reads[row] += _mask(replayed.kept(layer, step), trace.length)
+    return reads / _visible_steps(trace.length, trace.prompt_length)
 
 
-def _seen_by(length: int, prompt: int) -> Tensor:
+def _visible_steps(length: int, prompt: int) -> Tensor:
     """How many decoding steps can read each token, `[length]`: one of the response from its own step on."""
     return (length - torch.arange(length)).clamp_max(length - prompt)
 
@@ -187,19 +188,19 @@ def qualities(
         A table with a row for each policy, budget (missing where it has none) and measure: policy, budget, measure,
         value, low, high, the last three the mean over documents and its 95 % interval.
     """
-    rows = []
-    for name in dict.fromkeys([*names, *BESIDE]):
+    groups = []
+    for name in dict.fromkeys([*names, *REFERENCES]):
         for budget in settings.budgets if has_budget(name) else settings.budgets[:1]:
-            method = chosen(lm, name, budget)
+            method = default_policy(lm, name, budget)
             summaries = []
             for trace in traces:
                 summaries.append(replay(trace, method).summary)
-                advance(f"replaying {name}", REPLAYED)
-            asked = budget if has_budget(name) else None
-            for measure in MEASURES:
-                value, (low, high) = intervals.summarise([summary[measure] for summary in summaries])
-                rows.append([name, asked, measure, value, low, high])
-    return pd.DataFrame(rows, columns=["policy", "budget", "measure", "value", "low", "high"])
+                advance(f"replaying {name}", REPLAY_WORK)
+            shown_budget = budget if has_budget(name) else None
+            groups += [
+                ((name, shown_budget, measure), [summary[measure] for summary in summaries]) for measure in MEASURES
+            ]
+    return estimates(groups, ["policy", "budget", "measure"])
 
 
 def costs(lm: LM, names: Sequence[str], settings: Settings, advance: Advance) -> pd.DataFrame:
@@ -212,24 +213,24 @@ def costs(lm: LM, names: Sequence[str], settings: Settings, advance: Advance) ->
     ids, _ = meters.prompt(lm, settings.tokens)
     plain, rows = Contender(), []
     for start in range(0, len(names) if settings.repeats else 0, GROUP):
-        rivals = {name: Contender(chosen(lm, name, settings.budget)) for name in names[start : start + GROUP]}
-        turns = [plain, *rivals.values()]
-        for one in turns:
-            generate(lm, ids[:, :WARM], 2, one)
-        taken: dict[Contender, list[dict[str, float]]] = {one: [] for one in turns}
-        for _, one in clock.rounds(turns, settings.repeats):
+        rivals = {name: Contender(default_policy(lm, name, settings.budget)) for name in names[start : start + GROUP]}
+        contenders = [plain, *rivals.values()]
+        for contender in contenders:
+            generate(lm, ids[:, :WARM_UP], 2, contender)
+        timings: dict[Contender, list[dict[str, float]]] = {one: [] for one in contenders}
+        for _, contender in clock.rounds(contenders, settings.repeats):
             memory.tidy()
-            taken[one].append(generate(lm, ids, settings.new_tokens, one))
-            advance(f"timing {one.name}", _fed(settings))
-        for name, one in rivals.items():
+            timings[contender].append(generate(lm, ids, settings.new_tokens, contender))
+            advance(f"timing {contender.name}", _tokens_of_run(settings))
+        for name, contender in rivals.items():
             for metric in COSTS:
-                runs = [[run[metric] for run in taken[each]] for each in (one, plain)]
+                runs = [[run[metric] for run in timings[each]] for each in (contender, plain)]
                 ratios = clock.ratios(*runs)
                 rows.append([name, metric, statistics.median(ratios), min(ratios), max(ratios)])
     return pd.DataFrame(rows, columns=["policy", "metric", "ratio", "low", "high"])
 
 
-def _fed(settings: Settings) -> int:
+def _tokens_of_run(settings: Settings) -> int:
     """The work of one timed run, in tokens of a prefill."""
     return progress_bars.work(settings.tokens, *[1] * settings.new_tokens)
 
@@ -238,11 +239,11 @@ def work(names: Sequence[str], settings: Settings) -> int:
     """All that `traces`, `portrait`, `qualities` and `costs` report to `advance` for these policies, and the pictures
     of them, in tokens of a prefill.
     """
-    budgets = sum(len(settings.budgets) if has_budget(name) else 1 for name in dict.fromkeys([*names, *BESIDE]))
+    budgets = sum(len(settings.budgets) if has_budget(name) else 1 for name in dict.fromkeys([*names, *REFERENCES]))
     groups = -(-len(names) // GROUP)
     return (
         settings.tokens * len(settings.documents)
-        + (REPLAYED + DRAWN) * len(names)
-        + REPLAYED * budgets * len(settings.documents)
-        + _fed(settings) * settings.repeats * (len(names) + groups)
+        + (REPLAY_WORK + DRAWING_WORK) * len(names)
+        + REPLAY_WORK * budgets * len(settings.documents)
+        + _tokens_of_run(settings) * settings.repeats * (len(names) + groups)
     )

@@ -24,15 +24,15 @@ def head_scores(lm: LM, heads: str | None = AUTO) -> str | None:
 
     A name, a file and None stay as they are; an empty text is None, too.
     """
-    return _chosen(lm, HeadScores, heads)
+    return _resolve(lm, HeadScores, heads)
 
 
 def tables(lm: LM, tables: str | None = AUTO) -> str | None:
     """What compilerkv takes as `tables`, likewise; None are neutral ones."""
-    return _chosen(lm, DecisionTables, tables)
+    return _resolve(lm, DecisionTables, tables)
 
 
-def alone(lm: LM, files: str | Sequence[str] = AUTO) -> dict[int, DecisionTables]:
+def per_head_tables(lm: LM, files: str | Sequence[str] = AUTO) -> dict[int, DecisionTables]:
     """CompilerKV's tables that were learnt one head at a time, by the budget that each was learnt for.
 
     Args:
@@ -43,10 +43,10 @@ def alone(lm: LM, files: str | Sequence[str] = AUTO) -> dict[int, DecisionTables
         KvlabError: a file that does not say for which budget it was learnt, or two for one budget.
     """
     if files == AUTO:
-        chosen: list = DecisionTables.shipped_in(SHIPPED_ALONE, *_about(lm))
+        chosen: list = DecisionTables.shipped_in(SHIPPED_ALONE, *_identity(lm))
     else:
         chosen = [files] if isinstance(files, str) and files else list(files)
-    found: dict[int, DecisionTables] = {}
+    by_budget: dict[int, DecisionTables] = {}
     for file in chosen:
         learnt = DecisionTables.load(file)
         about = learnt.model_extra or {}
@@ -54,13 +54,13 @@ def alone(lm: LM, files: str | Sequence[str] = AUTO) -> dict[int, DecisionTables
             raise KvlabError(
                 f"{file} holds no weights learnt one head at a time; `kvlab compile --alone` makes such files"
             )
-        if about["budget"] in found:
+        if about["budget"] in by_budget:
             raise KvlabError(f"two files of weights for {about['budget']} entries; give one for each budget")
-        found[about["budget"]] = learnt
-    return found
+        by_budget[about["budget"]] = learnt
+    return by_budget
 
 
-def with_measured(lm: LM, policy: Policy) -> Policy:
+def with_shipped(lm: LM, policy: Policy) -> Policy:
     """The policy with what comes with kvlab for this model, where it was given nothing of its own: compilerkv its
     tables, duoattention its head scores. All others as they are.
     """
@@ -71,13 +71,13 @@ def with_measured(lm: LM, policy: Policy) -> Policy:
     return policy
 
 
-def _chosen(lm: LM, kind: type[Measured], wanted: str | None) -> str | None:
-    if wanted != AUTO:
-        return wanted or None
-    return kind.shipped_for(*_about(lm))
+def _resolve(lm: LM, kind: type[Measured], name: str | None) -> str | None:
+    if name != AUTO:
+        return name or None
+    return kind.shipped_for(*_identity(lm))
 
 
-def _about(lm: LM) -> tuple[str, str, int, int]:
+def _identity(lm: LM) -> tuple[str, str, int, int]:
     """What files are found by; tables and head scores have a row for each layer that policies compress."""
     return lm.name, lm.sha256, len(lm.layout.compressed), geometry(lm.model.config).heads
 
@@ -94,8 +94,10 @@ def tables_in_words(tables: str | None) -> str:
     return f"CompilerKV's tables: {f'those of {tables}' if tables else none}"
 
 
-def alone_in_words(alone: Mapping[int, DecisionTables]) -> str:
+def per_head_in_words(per_head: Mapping[int, DecisionTables]) -> str:
     """For a notebook's reader: which weights CompilerKV's filled sets have."""
-    if not alone:
+    if not per_head:
         return "Its filled sets: with these tables' weights, since none learnt one head at a time were given"
-    return f"Its filled sets: with weights learnt one head at a time, at {', '.join(map(str, sorted(alone)))} entries"
+    return (
+        f"Its filled sets: with weights learnt one head at a time, at {', '.join(map(str, sorted(per_head)))} entries"
+    )

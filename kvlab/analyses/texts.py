@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 
 if TYPE_CHECKING:
@@ -53,15 +54,54 @@ def common_traces(
         documents: names, as `kvlab.document` takes them.
         tokens: length of each prompt.
         new_tokens: length of each greedy response.
-        names: the policies that they are for, as `contestants.named` takes them.
+        names: the policies that they are for, as `contenders.named` takes them.
         chat: as `kvlab.capture` takes it. False leaves the template out, so that the prompt's last tokens are those of
             the request; of the template's end, six are what the last eight queries would be of.
     """
-    from kvlab.analyses.together.contestants import named
+    from kvlab.analyses.tasks.contenders import named
     from kvlab.traces import shared
 
     prompts = [to_summarise(lm, document, tokens) for document in corpus.documents(documents)]
     return shared.shared(lm, prompts, new_tokens, window=64, policies=sorted(named(names)), chat=chat)
+
+
+def continuation(trace: Trace, prompt: int, response: int, accumulate: bool = False) -> Trace:
+    """A captured prompt taken as a shorter prompt and its own continuation (teacher forcing).
+
+    Attention is causal, so these are the tensors that capturing the shorter prompt with that response would give.
+
+    Args:
+        trace: with the queries of its whole prompt.
+        prompt, response: tokens of each part.
+        accumulate: sum the attention over all queries of the shorter prompt (H2O).
+
+    Raises:
+        KvlabError: the captured prompt is shorter than both parts, or not all of its queries are there.
+    """
+    import torch
+
+    from kvlab.core import attention
+    from kvlab.traces.trace import Trace
+
+    both = prompt + response
+    if trace.queries.shape[2] < trace.length:
+        raise KvlabError(
+            "to cut a shorter prompt out of a longer one, all of its queries are needed; capture with queries='all'"
+        )
+    if not 0 < both <= trace.prompt_length:
+        raise KvlabError(
+            f"the captured prompt has {trace.prompt_length} tokens, and {prompt} + {response} are asked for"
+        )
+    queries, keys, values = (t[:, :, :both].clone() for t in (trace.queries, trace.keys, trace.values))
+    softmax = {"scaling": trace.scaling, "softcap": trace.softcap, "sinks": trace.sinks}
+    cut = Trace.from_tensors(queries, keys, values, prompt, **softmax)
+    cut.layout = trace.layout
+    cut.ids = None if trace.ids is None else trace.ids[:both].clone()
+    cut.meta = trace.meta | {"document": f"{trace.document}[:{prompt}+{response}]"}
+    if accumulate:
+        pairs = enumerate(zip(queries[:, :, :prompt], keys[:, :, :prompt], strict=True))
+        cut.accumulated = torch.stack([attention.accumulate(q, k, trace.softmax.row(row)) for row, (q, k) in pairs])
+    return cut
 
 
 def plain_name(trace: Trace) -> str:

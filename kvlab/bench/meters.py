@@ -48,18 +48,18 @@ def prompt(lm: LM, context: int, batch: int = 1) -> tuple[Tensor, str]:
     return ids[:needed].view(batch, context).to(lm.device), source
 
 
-def bandwidth(device: torch.device, size: int | None = None, repeats: int = 7) -> float:
-    """Bytes per second that `device` reads: the best of several sums and copies of `size` bytes.
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second that `device` reads: the best of seven sums and copies of more than any processor's cache holds.
 
-    The best, because a lower bound on a time follows from it. The default size is far beyond any processor's cache.
+    The best, because a lower bound on a time follows from it.
     """
-    size = size or 2 ** (28 if device.type == "cpu" else 30)
+    size = 2 ** (28 if device.type == "cpu" else 30)
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     best = 0.0
     for run, moved in ((source.sum, source.nbytes), (lambda: target.copy_(source), 2 * source.nbytes)):
         run()
-        for _ in range(repeats):
+        for _ in range(7):
             start = clock.wall(device)
             run()
             best = max(best, moved / (clock.wall(device) - start))

@@ -62,7 +62,7 @@ Samples = dict[str, list[float]]  # metric -> one value for each repetition
 
 
 @dataclass(frozen=True)
-class Subject:
+class BenchmarkModel:
     """Which model: a name as for `kvlab.load`, or a published shape with random weights, perhaps cut to `layers`."""
 
     model: str = models.DEFAULT
@@ -147,7 +147,7 @@ def generate(lm: models.LM, ids: Tensor, steps: int, contender: Contender) -> di
             times.append(clock.wall(device))
             out = lm.model(token, past_key_values=cache, use_cache=True)
         times.append(clock.wall(device))
-        held = meters.stored(cache, session)
+        stored = meters.stored(cache, session)
     prefill, first, *decoding = [after - before for before, after in zip(times, times[1:], strict=False)]
     numbers = {"time_to_first_token": prefill + first, "prompt_time": prefill, "first_step": first}
     if decoding:
@@ -155,7 +155,7 @@ def generate(lm: models.LM, ids: Tensor, steps: int, contender: Contender) -> di
             "tokens_per_second": ids.shape[0] * steps / sum(decoding),
             "time_per_output_token": statistics.median(decoding),
         }
-    return numbers | held
+    return numbers | stored
 
 
 METRICS = {
@@ -165,7 +165,7 @@ METRICS = {
 }
 
 
-def peak_bytes(lm: models.LM, subject: Subject, contender: Contender, context: int, batch: int, steps: int) -> int:
+def peak_bytes(lm: models.LM, model: BenchmarkModel, contender: Contender, context: int, batch: int, steps: int) -> int:
     """Peak memory of one run above the loaded model; on a CPU that of a fresh process.
 
     Raises:
@@ -174,7 +174,7 @@ def peak_bytes(lm: models.LM, subject: Subject, contender: Contender, context: i
     if lm.device.type != "cpu":
         return _peak_here(lm, contender, context, batch, steps)
     chosen = None if contender.policy is None else [contender.policy.name, dict(contender.policy)]
-    order = json.dumps([asdict(subject), chosen, contender.probes, contender.storage.name, context, batch, steps])
+    order = json.dumps([asdict(model), chosen, contender.probes, contender.storage.name, context, batch, steps])
     label = f"{contender.name} at {context} tokens"
     return int(memory.in_fresh_process(["-m", "kvlab.bench.timing", order], label))
 
@@ -189,7 +189,7 @@ def _peak_here(lm: models.LM, contender: Contender, context: int, batch: int, st
 
 def measure(
     task: str,
-    subject: Subject,
+    model: BenchmarkModel,
     chosen: Sequence[Contender],
     contexts: Sequence[int],
     new_tokens: int = 64,
@@ -219,7 +219,7 @@ def measure(
         raise KvlabError(nearest(task, TASKS, "benchmark"))
     if min([*contexts, new_tokens, repeats, batch], default=0) < 1 or not contexts:
         raise KvlabError("contexts, new tokens, repeats and batch are whole numbers of at least 1")
-    lm = subject.load()
+    lm = model.load()
     steps = 0 if task == "prefill" else new_tokens
     if max(contexts) + steps + 1 > lm.context_length:
         raise KvlabError(
@@ -245,7 +245,7 @@ def measure(
                     samples[contender][metric].append(numbers[metric])
         if "peak_bytes" in METRICS[task] and devices.counts_peak(lm.device):
             for contender in chosen:
-                samples[contender]["peak_bytes"] = [_or_nan(peak_bytes, lm, subject, contender, context, batch, steps)]
+                samples[contender]["peak_bytes"] = [_or_nan(peak_bytes, lm, model, contender, context, batch, steps)]
                 advance(f"peak memory of {contender.name}, {context} tokens", ids.numel())
         for contender in chosen:
             system = contender.storage.behind(str(contender.policy or FULL_CACHE))
@@ -371,6 +371,6 @@ def _cell(row: dict[Any, Any]) -> str:
 
 
 if __name__ == "__main__":
-    given, named, attached, form, *sizes = json.loads(sys.argv[1])
+    fields, named, attached, form, *sizes = json.loads(sys.argv[1])
     rival = Contender(named and policy(named[0], **named[1]), tuple(attached), stored_as(form))
-    print(_peak_here(Subject(**given).load(), rival, *sizes))
+    print(_peak_here(BenchmarkModel(**fields).load(), rival, *sizes))

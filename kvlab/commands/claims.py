@@ -41,7 +41,7 @@ def show(ledger: list[Entry]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 150)
     labels = _labels(ledger)
     drawn = _on_one if len(models) == 1 else lambda mine, title: _side_by_side(by_model(mine), labels, title)
-    for table in _apart(ledger, drawn):
+    for table in _claims_and_timings(ledger, drawn):
         console.print(table, highlight=False)
     count(ledger)
 
@@ -54,9 +54,9 @@ def count(ledger: list[Entry]) -> None:
 
     models, labels = by_model(ledger), _labels(ledger)
     console = Console(width=None if sys.stdout.isatty() else 150)
-    for name, mine in models.items():
+    for name, entries in models.items():
         console.print(
-            _counts(mine, f" on {labels[name]}" if len(models) > 1 else "", console.width < WIDE), highlight=False
+            _counts(entries, f" on {labels[name]}" if len(models) > 1 else "", console.width < WIDE), highlight=False
         )
 
 
@@ -67,7 +67,7 @@ def _labels(ledger: list[Entry]) -> dict[str, str]:
     return {subject.name: " ".join([subject.label, subject.size]).strip() for subject in subjects(ledger)}
 
 
-def _apart(ledger: list[Entry], drawn: Callable[[list[Entry], str], Table]) -> Iterator[Table]:
+def _claims_and_timings(ledger: list[Entry], drawn: Callable[[list[Entry], str], Table]) -> Iterator[Table]:
     """The table of what does not depend on a machine, then that of the timings, if there are any."""
     yield drawn([entry for entry in ledger if entry.group != "timings"], "Claims")
     timings = [entry for entry in ledger if entry.group == "timings"]
@@ -128,15 +128,15 @@ def _side_by_side(models: dict[str, list[Entry]], labels: dict[str, str], title:
 
     def cell(entry: Entry) -> str:
         value = entry.verdict.value
-        told = MARKS[entry.state][1] + ("" if value is None else f" {number(value)}")
-        return f"[{STYLES[entry.state]}]{told}[/]"
+        text = MARKS[entry.state][1] + ("" if value is None else f" {number(value)}")
+        return f"[{STYLES[entry.state]}]{text}[/]"
 
     legend = ", ".join(f"{mark} {state}" for state, (_, mark) in MARKS.items() if state != UNTESTED)
     table = _claims(f"{title}: {legend}")
     for name in models:
         table.add_column(labels[name], justify="right", overflow="fold", max_width=14)
-    for papers in zip(*(by_paper(mine).items() for mine in models.values()), strict=True):
-        for row in zip(*(mine for _, mine in papers), strict=True):
+    for papers in zip(*(by_paper(entries).items() for entries in models.values()), strict=True):
+        for row in zip(*(of_model for _, of_model in papers), strict=True):
             if not row[0].claim.untested:
                 table.add_row(*_about(papers[0][0], row[0]), *map(cell, row))
         table.add_section()

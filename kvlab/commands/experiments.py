@@ -79,11 +79,11 @@ def run(
     from kvlab.workbench.experiments import TRIAL
     from kvlab.workbench.jobs import launch
 
-    chosen, given = options.models(models or []), options.overrides(parameters or [])
+    chosen, overrides = options.models(models or []), options.overrides(parameters or [])
     if chosen:
-        _refuse_models(experiment, given)
+        _refuse_models(experiment, overrides)
     _say_maker()
-    results = launch.run(experiment, profile, given, jobs, fresh, cluster=cluster, models=chosen)
+    results = launch.run(experiment, profile, overrides, jobs, fresh, cluster=cluster, models=chosen)
     try:
         finish(results)
         _render([experiment], profile)
@@ -91,7 +91,7 @@ def run(
         if any(result.job.kind == TRIAL for result in results):
             typer.echo(f"a trial: its parameters are not those of the {profile} profile, so the report leaves it out")
     finally:
-        typer.echo(f"MLflow UI: {ui.told([experiment])}")
+        typer.echo(f"MLflow UI: {ui.link_text([experiment])}")
 
 
 def _say_maker() -> None:
@@ -114,12 +114,12 @@ def _made(results: list[Result]) -> None:
         typer.echo(f"... and {len(results) - MOST} more; the MLflow UI lists them")
 
 
-def _refuse_models(experiment: str, given: Mapping[str, object]) -> None:
+def _refuse_models(experiment: str, overrides: Mapping[str, object]) -> None:
     """Raises KvlabError where --model would say nothing, or something else than -p."""
     from kvlab.workbench import experiments
     from kvlab.workbench.experiments import notebooks
 
-    if "model" in given:
+    if "model" in overrides:
         raise KvlabError("the model is named twice: with --model and with -p model=...")
     if "model" not in notebooks.parameters_of(experiments.load(experiment).path):
         raise KvlabError(f"the notebook of {experiment!r} has no parameter 'model', so that --model says nothing")
@@ -157,7 +157,7 @@ def reproduce(
     ledger = report.entries()
     page = report.save(ledger, steady=steady)
     claims.show(ledger)
-    _places(page, names)
+    _print_pages(page, names)
     finish(results, quiet=True)
     if before is not None:
         _compare(before, report.entries(chosen, profile), page.parent)
@@ -266,18 +266,18 @@ def report(
     ledger.check(out)  # refused before the store is read
     if not origin:
         _render(experiments.names(), profile)
-    judged = snapshots.kept(origin, chosen, profile) if origin else ledger.measured(chosen, profile)
+    entries = snapshots.kept(origin, chosen, profile) if origin else ledger.measured(chosen, profile)
     if origin:
-        page = ledger.save(judged, out, stability.read(origin), task_scores.boards(origin))
+        page = ledger.save(entries, out, stability.read(origin), task_scores.boards(origin))
     else:
-        page = ledger.save(judged, out, stability.read())
-    claims.count(judged)
+        page = ledger.save(entries, out, stability.read())
+    claims.count(entries)
     typer.echo(f"{page}\n{page.parent / 'claims.csv'}")
     _say_trials()
     for mistake in mistakes():
         typer.echo(f"note: {mistake}", err=True)
     if before is not None:
-        _compare(before, judged, page.parent)
+        _compare(before, entries, page.parent)
 
 
 def _say_trials() -> None:
@@ -285,9 +285,9 @@ def _say_trials() -> None:
     from kvlab.workbench.report import ledger, runs
 
     if trials := runs.trials(ledger.measuring()):
-        told = ", ".join(f"{run.data.tags.get('kvlab.experiment', '')} ({run.info.run_name})" for run in trials[:3])
+        names = ", ".join(f"{run.data.tags.get('kvlab.experiment', '')} ({run.info.run_name})" for run in trials[:3])
         more = f" and {len(trials) - 3} more" if len(trials) > 3 else ""
-        typer.echo(f"left out, since their parameters are not those of a profile: {told}{more}")
+        typer.echo(f"left out, since their parameters are not those of a profile: {names}{more}")
 
 
 def _compare(before: list[Entry], now: list[Entry], folder: Path) -> None:
@@ -311,16 +311,16 @@ def finish(results: list[Result], quiet: bool = False) -> None:
         ]
         raise KvlabError(f"{len(failed)} of {len(results)} jobs failed: " + "; ".join(causes))
     if not quiet:
-        earlier = sum(result.state == "done earlier" for result in results)
-        ran = len(results) - earlier
+        reused = sum(result.state == "done earlier" for result in results)
+        executed = len(results) - reused
         typer.echo(
-            f"{ran} {'job' if ran == 1 else 'jobs'} finished"
-            + (f", {earlier} done earlier (--fresh runs them again)" if earlier else "")
+            f"{executed} {'job' if executed == 1 else 'jobs'} finished"
+            + (f", {reused} done earlier (--fresh runs them again)" if reused else "")
         )
 
 
-def _places(page: Path, names: list[str]) -> None:
+def _print_pages(page: Path, names: list[str]) -> None:
     from kvlab.workbench import ui
     from kvlab.workbench.store.database import shown_uri
 
-    typer.echo(f"\nReport:       {page}\nMLflow store: {shown_uri()}\nMLflow UI:    {ui.told(names)}")
+    typer.echo(f"\nReport:       {page}\nMLflow store: {shown_uri()}\nMLflow UI:    {ui.link_text(names)}")

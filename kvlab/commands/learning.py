@@ -77,7 +77,7 @@ def compile_(
         typer.Option(
             "--alone",
             help="Try one head and one threshold at a time, on captured requests to summarise the texts; -p then sets "
-            "a field of kvlab.compile.Alone. With several budgets (-p 'budgets=[64,128]') each gets a file.",
+            "a field of kvlab.compile.MarginalSettings. With several budgets (-p 'budgets=[64,128]') each gets a file.",
         ),
     ] = False,
     device: Device = "auto",
@@ -96,13 +96,13 @@ def compile_(
     from kvlab.methods._base.lookup import DecisionTables
 
     if alone:
-        _alone(model, texts, budget, contexts, seed, parameters or [], out, log, device, dtype)
+        _learn_per_head(model, texts, budget, contexts, seed, parameters or [], out, log, device, dtype)
         return
-    given: dict[str, Any] = dict(
+    values: dict[str, Any] = dict(
         budget=budget, contexts=contexts, samples=samples, risk_samples=risk_samples, alpha=alpha, seed=seed
     )
-    given |= {"pool": max(64, contexts), **options.task_parameters(parameters or [])}
-    settings = compiling.Settings(**given)
+    values |= {"pool": max(64, contexts), **options.task_parameters(parameters or [])}
+    settings = compiling.Settings(**values)
     known = DecisionTables.load(source) if source else None
     lm = models.load(model, device, dtype)
     path = out or _named(lm.name)
@@ -117,7 +117,7 @@ def compile_(
             log or path.with_suffix(".jsonl"),
             lambda phase, done, total: update(description=phase, completed=done, total=total),
         )
-    for line in learnt.told():
+    for line in learnt.summary():
         typer.echo(line)
     for written in learnt.save(path):
         typer.echo(written)
@@ -127,7 +127,7 @@ def _named(model: str) -> Path:
     return Path(re.sub(r"[^\w.-]+", "-", model) + "-tables.json")
 
 
-def _alone(
+def _learn_per_head(
     model: str,
     texts: list[Document] | None,
     budget: int,
@@ -144,7 +144,7 @@ def _alone(
     from kvlab.analyses.compilerkv.marginal import prompts
     from kvlab.inputs import corpus, models
 
-    settings = compiling.Alone(**{"budgets": (budget,), "seed": seed} | options.task_parameters(parameters))
+    settings = compiling.MarginalSettings(**{"budgets": (budget,), "seed": seed} | options.task_parameters(parameters))
     texts = texts or corpus.documents(compiling.DOCUMENTS)
     lm = models.load(model, device, dtype)
     path = out or _named(lm.name)

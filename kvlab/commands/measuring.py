@@ -129,10 +129,10 @@ def bench(
     from kvlab.bench import timing as benchmark
 
     chosen = benchmark.contenders(named, budgets, options.names(probes), options.names(storage))
-    subject = benchmark.Subject(model, shape, layers, device, dtype)
+    measured = benchmark.BenchmarkModel(model, shape, layers, device, dtype)
     runs = {"decode": repeats, "prefill": repeats + 1}.get(task, 2) * len(chosen)
     with progress.feeding(runs * sum(lengths) * batch) as advance:
-        table = benchmark.measure(task, subject, chosen, lengths, new_tokens, repeats, batch, advance)
+        table = benchmark.measure(task, measured, chosen, lengths, new_tokens, repeats, batch, advance)
     if out is not None:
         benchmark.write_csv(table, out)
     if as_json:

@@ -39,9 +39,9 @@ def policies(text: str) -> list[str]:
     return wanted
 
 
-def models(given: Iterable[str]) -> list[str]:
+def models(choices: Iterable[str]) -> list[str]:
     """The models of an option that takes several, each once; a folder or a file is named from the root of the disk."""
-    named = [name for text in given for name in ([text] if os.path.exists(expanded(text)) else names(text) or [""])]
+    named = [name for text in choices for name in ([text] if os.path.exists(expanded(text)) else names(text) or [""])]
     if "" in named:
         raise KvlabError("--model names no model; `kvlab list models` says which there are")
     return list(dict.fromkeys(located(name) for name in named))

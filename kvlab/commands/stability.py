@@ -112,8 +112,8 @@ def _rows(
     labels = {paper.name: paper.label for paper in of_project()}
 
     def marks(one: Stability, documents: str) -> str:
-        here = [cell.verdict for cell in one.cells if cell.documents == documents]
-        return " ".join(f"[{claims.STYLES[verdict]}]{MARKS[verdict][1]}[/]" for verdict in here)
+        verdicts = [cell.verdict for cell in one.cells if cell.documents == documents]
+        return " ".join(f"[{claims.STYLES[verdict]}]{MARKS[verdict][1]}[/]" for verdict in verdicts)
 
     for one in measured:
         style = "red" if one.turns else "yellow" if one.flips else "dim"
@@ -140,9 +140,9 @@ def _kept(model: str, keep: Path | None) -> dict[tuple[str, str], str]:
     from kvlab.workbench.report.ledger import WEAKEST, names
 
     folder = keep or project.root() / "docs" / "ledger"
-    stands: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    verdicts: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for entry in snapshots.kept(folder) if any(folder.glob("*.csv")) else ():
         if names(entry.model) == names(model) and entry.claim.kind in SAMPLED and entry.state != UNMEASURED:
-            stands.setdefault(entry.claim.fact, []).append((entry.state, entry.profile))
-    weakest = {fact: min(states, key=lambda one: WEAKEST.index(one[0])) for fact, states in stands.items()}
+            verdicts.setdefault(entry.claim.fact, []).append((entry.state, entry.profile))
+    weakest = {fact: min(states, key=lambda one: WEAKEST.index(one[0])) for fact, states in verdicts.items()}
     return {fact: state if profile == "quick" else f"{state} ({profile})" for fact, (state, profile) in weakest.items()}

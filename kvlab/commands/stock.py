@@ -56,11 +56,11 @@ def pull(
 
     sources.check(source)
     known = [*models.MODELS, *packs.PACKS]
-    wanted = list(dict.fromkeys(names or [models.DEFAULT, *packs.PACKS]))
-    for name in wanted:
+    names_to_pull = list(dict.fromkeys(names or [models.DEFAULT, *packs.PACKS]))
+    for name in names_to_pull:
         if name not in known and name != "all":
             raise KvlabError(nearest(name, known, "model or pack"))
-    for name in known if "all" in wanted else wanted:
+    for name in known if "all" in names_to_pull else names_to_pull:
         folder = models.pull(name, source=source) if name in models.MODELS else packs.pull(name)
         typer.echo(f"{name}: {folder}")
 
@@ -128,13 +128,13 @@ def _about(model: dict[str, Any]) -> str:
     """What a model is, its size, what of it lies in the cache, and its licence; of a user's own file what is known."""
     from kvlab.inputs.packs import gigabytes
 
-    held = f"{gigabytes(model['cached_bytes'])} in the cache"
+    downloaded = f"{gigabytes(model['cached_bytes'])} in the cache"
     if "parameters" not in model:
-        return f"{held}; {model['summary']}"
-    held = f"{held} ({model['cached']})" if model["cached"] else "not in the cache"
+        return f"{downloaded}; {model['summary']}"
+    downloaded = f"{downloaded} ({model['cached']})" if model["cached"] else "not in the cache"
     size, sources = gigabytes(model["bytes_to_fetch"]), " or ".join(model["sources"])
     facts = f"{_millions(model['parameters'])} parameters, context of {model['context'] // 1024}k"
-    return "\n".join([model["summary"], f"{facts}; {held}, {size} to fetch from {sources}", model["licence"]])
+    return "\n".join([model["summary"], f"{facts}; {downloaded}, {size} to fetch from {sources}", model["licence"]])
 
 
 def _millions(parameters: int) -> str:
@@ -151,8 +151,8 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         findings = checks.as_json()
         typer.echo(json.dumps(findings, indent=1, ensure_ascii=False))
-        well = all(finding["state"] != checks.BAD for finding in findings)
+        passed = all(finding["state"] != checks.BAD for finding in findings)
     else:
-        well = checks.show(Console())
-    if not well:
+        passed = checks.show(Console())
+    if not passed:
         raise typer.Exit(1)

@@ -114,8 +114,8 @@ def eval_(
 
     if policies == "all":
         chosen = [name for name in registry() if name not in ("full", "random")]
-    moment, storages = cast("CompressAt", compress_at), options.names(storage)
-    plans = [evaluate.plan(task, chosen, sizes, moment, limit, storages) for task in chosen_tasks]
+    point, storages = cast("CompressAt", compress_at), options.names(storage)
+    plans = [evaluate.plan(task, chosen, sizes, point, limit, storages) for task in chosen_tasks]
     for wanted in plans:
         prompt_limits.check({"model": model, "lengths": getattr(wanted.task, "lengths", ())}, wanted.task.name)
     log = not without if log is None else log
@@ -124,8 +124,8 @@ def eval_(
     if log:
         database.ensure_store()  # refused before the answers are computed
     lm, answers = models.load(model, device, dtype), []
-    for wanted in plans:
-        plan = replace(wanted, policies=tuple(shipped_tables.with_measured(lm, policy) for policy in wanted.policies))
+    for each in plans:
+        plan = replace(each, policies=tuple(shipped_tables.with_shipped(lm, policy) for policy in each.policies))
         path = out or project.root() / "eval" / f"{plan.task.name}.jsonl"
         with progress.counting(plan.task.name) as advance:
             made = evaluate.run(lm, plan, path, advance)
@@ -171,11 +171,11 @@ def lm_eval_(context: typer.Context) -> None:
         raise KvlabError(
             f"the lm-evaluation-harness is not installed (there is no {error.name}): pip install 'kvlab[lm-eval]'"
         ) from None
-    given, sys.argv = sys.argv, ["lm-eval", *context.args]
+    argv, sys.argv = sys.argv, ["lm-eval", *context.args]
     try:
         harness.cli_evaluate()
     finally:
-        sys.argv = given
+        sys.argv = argv
 
 
 @app.command("score", epilog="Example:   kvlab score qasper predictions/qasper.jsonl")

@@ -8,14 +8,14 @@ from kvlab.compile.compiler import Learnt, learn, mapped, write
 from kvlab.compile.contexts import DOCUMENTS, HELD_APART
 from kvlab.compile.evidence import tables
 from kvlab.compile.log import Samples, load
-from kvlab.compile.marginal import Alone, measure
+from kvlab.compile.marginal import MarginalSettings, measure
 from kvlab.compile.settings import Settings
 
 __all__ = [
     "DOCUMENTS",
     "HELD_APART",
-    "Alone",
     "Learnt",
+    "MarginalSettings",
     "Samples",
     "Settings",
     "learn",

@@ -44,15 +44,15 @@ class Learnt:
     def samples(self, phase: str) -> Samples:
         return Samples.of(self.lines[phase])
 
-    def told(self) -> list[str]:
+    def summary(self) -> list[str]:
         """The result in a few lines of text."""
         tables, lines = self.tables, []
         about = tables.model_extra or {}
         if tables.heads is not None:
             changed = sum(w != 1 for row in tables.heads for w in row)
             heads = sum(map(len, tables.heads))
-            tried = about["samples"]["heads"]
-            lines.append(f"{tried} joint actions on the heads: {changed} of {heads} weigh other than 1")
+            samples = about["samples"]["heads"]
+            lines.append(f"{samples} joint actions on the heads: {changed} of {heads} weigh other than 1")
         if tables.risk is not None:
             cells = [count > 0 for row in about["visited"] for count in row]
             seen = f"{sum(cells)} of {len(cells)} cells of risk seen in {about['contexts']} contexts"
@@ -62,8 +62,8 @@ class Learnt:
     def save(self, path: str | Path) -> list[Path]:
         """Write the tables, and their log beside them (`NAME-log.parquet`)."""
         path = Path(path)
-        beside = log.save(path.with_name(f"{path.stem}-log.parquet"), self.lines)
-        return [write(self.tables, path), beside]
+        log_file = log.save(path.with_name(f"{path.stem}-log.parquet"), self.lines)
+        return [write(self.tables, path), log_file]
 
 
 def learn(
@@ -165,8 +165,8 @@ class _Run:
         seed = [settings.seed, 3, len(phase), *context.name.encode()]
         actions = draw(np.random.default_rng(seed), samples, states, propensities)
         written = ["".join(DIGITS[a] for a in row) for row in actions]
-        tried = None if weights is None else weights.tolist()
-        name = log.key(phase, self.about, context.name, settings.actions(phase), written, tried)
+        trial_weights = None if weights is None else weights.tolist()
+        name = log.key(phase, self.about, context.name, settings.actions(phase), written, trial_weights)
         line = self.journal.get(name)
         if line is None:
             line = self.journal.add(
@@ -175,14 +175,16 @@ class _Run:
                     "kind": phase,
                     "context": context.name,
                     "propensities": propensities,
-                    **self._tried(phase, context, weights, actions),
+                    **self._run_actions(phase, context, weights, actions),
                     "actions": written,
                 },
             )
         self._step(label, len(context.ids) + samples * settings.continuation)
         return line
 
-    def _tried(self, phase: str, context: Context, weights: np.ndarray | None, actions: np.ndarray) -> dict[str, Any]:
+    def _run_actions(
+        self, phase: str, context: Context, weights: np.ndarray | None, actions: np.ndarray
+    ) -> dict[str, Any]:
         settings, values = self.settings, np.array(self.settings.actions(phase))
         with prefilled(self.lm, context, settings) as prefill:
             kept, retained = [], []

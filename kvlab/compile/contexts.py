@@ -135,8 +135,8 @@ def pool(lm: LM, documents: Sequence[Document], settings: Settings) -> list[Cont
     rng = np.random.default_rng([settings.seed, 1])
     for number in range(settings.pool):
         document, ids, fitting = texts[number % len(texts)]
-        wanted = settings.lengths[(number + number // len(texts)) % len(settings.lengths)]
-        tokens = wanted if wanted in fitting else max(fitting)
+        length = settings.lengths[(number + number // len(texts)) % len(settings.lengths)]
+        tokens = length if length in fitting else max(fitting)
         start = int(rng.integers(len(ids) - tokens - after + 1))
         part = ids[start : start + tokens + after]
         sha = hashlib.sha256(np.ascontiguousarray(part.numpy()).tobytes()).hexdigest()[:8]

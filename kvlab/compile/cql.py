@@ -85,8 +85,8 @@ def _newton(shares: np.ndarray, means: np.ndarray, behaviour: np.ndarray, alpha:
         if np.abs(gradient).max() <= TOLERANCE * max(1.0, alpha, np.abs(means).max()):
             break
         curvature = -alpha * chosen[:, :, None] * chosen[:, None, :]
-        places = np.arange(q.shape[1])
-        curvature[:, places, places] += 2 * shares + alpha * chosen
+        indices = np.arange(q.shape[1])
+        curvature[:, indices, indices] += 2 * shares + alpha * chosen
         step = np.linalg.solve(curvature, gradient[..., None])[..., 0]
         slope = (gradient * step).sum(1)
         length, moved, reached = np.ones(len(q)), q, value

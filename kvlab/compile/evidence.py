@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy import stats
 
-from kvlab.compile.marginal import Alone, Measured, Tried
+from kvlab.compile.marginal import ActionEffects, MarginalSettings, Measured
 from kvlab.core.geometry import geometry
 from kvlab.errors import KvlabError
 from kvlab.methods._base.lookup import DecisionTables
@@ -43,7 +43,7 @@ def p_of_gains(gains: NDArray[np.floating]) -> NDArray[np.floating]:
     return stats.t.sf(t, len(gains) - 1)
 
 
-def head_weights(found: Tried, settings: Alone, layers: int) -> NDArray[np.floating]:
+def head_weights(found: ActionEffects, settings: MarginalSettings, layers: int) -> NDArray[np.floating]:
     """The weight of each KV head, `[layers, kv_heads]`."""
     best = chosen(-found.heads, settings.at_rest("heads"), settings.level)
     return np.array(settings.weights)[best].reshape(layers, -1)
@@ -54,14 +54,14 @@ def edges(values: NDArray[np.floating], bins: int) -> list[float]:
     return [float(cut) for cut in np.quantile(values, np.arange(1, bins) / bins)]
 
 
-def cells_of(found: Tried, settings: Alone) -> tuple[NDArray[np.integer], list[float], list[float]]:
+def cells_of(found: ActionEffects, settings: MarginalSettings) -> tuple[NDArray[np.integer], list[float], list[float]]:
     """The cell of risk of each context, entropy bin x perplexity bins + perplexity bin, and the edges of both."""
     of_entropy, of_perplexity = edges(found.entropy, settings.bins[0]), edges(found.perplexity, settings.bins[1])
     rows, columns = np.searchsorted(of_entropy, found.entropy), np.searchsorted(of_perplexity, found.perplexity)
     return rows * settings.bins[1] + columns, of_entropy, of_perplexity
 
 
-def threshold_gains(found: Tried, budget: int, penalty: float, rest: int) -> NDArray[np.floating]:
+def threshold_gains(found: ActionEffects, budget: int, penalty: float, rest: int) -> NDArray[np.floating]:
     """Reward of each threshold less that of the neutral one, `[contexts, layers, thresholds]` (eq. 2 and 14).
 
     A threshold only turns tokens away, so that it never gains attention: without a penalty none has a gain.
@@ -70,7 +70,9 @@ def threshold_gains(found: Tried, budget: int, penalty: float, rest: int) -> NDA
     return rewards - rewards[:, :, rest : rest + 1]
 
 
-def risk_table(found: Tried, settings: Alone, budget: int) -> tuple[NDArray[np.floating], NDArray[np.integer]]:
+def risk_table(
+    found: ActionEffects, settings: MarginalSettings, budget: int
+) -> tuple[NDArray[np.floating], NDArray[np.integer]]:
     """The thresholds `[layers, entropy bins, perplexity bins]`, and how many contexts fell into each cell.
 
     A cell with fewer contexts than `support` takes the thresholds of the nearest one that has them, in bins.
@@ -84,13 +86,13 @@ def risk_table(found: Tried, settings: Alone, budget: int) -> tuple[NDArray[np.f
         raise KvlabError(
             f"no cell of risk has {settings.support} contexts; learn from more prompts, or with fewer bins"
         )
-    places = np.stack(np.divmod(np.arange(rows * columns), columns), 1)
+    cells = np.stack(np.divmod(np.arange(rows * columns), columns), 1)
     table = np.zeros((found.risk.shape[1], rows * columns))
     for where in known:
         best = chosen(gains[cell == where], rest, settings.level)
         table[:, where] = np.array(settings.thresholds)[best]
     for where in np.setdiff1d(np.arange(rows * columns), known):
-        nearest = known[np.abs(places[known] - places[where]).sum(1).argmin()]
+        nearest = known[np.abs(cells[known] - cells[where]).sum(1).argmin()]
         table[:, where] = table[:, nearest]
     return table.reshape(-1, rows, columns), counts.reshape(rows, columns)
 
@@ -99,7 +101,7 @@ def tables(measured: Measured, budget: int) -> DecisionTables:
     """Both tables for one budget."""
     from kvlab import __version__
 
-    lm, settings, found = measured.lm, measured.settings, measured.tried(budget)
+    lm, settings, found = measured.lm, measured.settings, measured.effects(budget)
     layers, shape = found.risk.shape[1], geometry(lm.model.config)
     weights = head_weights(found, settings, layers)
     risk, counts = risk_table(found, settings, budget)

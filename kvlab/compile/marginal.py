@@ -23,7 +23,7 @@ from torch import Tensor
 from kvlab.compile import log
 from kvlab.compile.contexts import checked
 from kvlab.compile.log import Journal
-from kvlab.compile.settings import Acting
+from kvlab.compile.settings import Actions
 from kvlab.compile.trials import with_thresholds
 from kvlab.core import attention
 from kvlab.core.store import EMPTY
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvlab.traces.trace import Trace
 
 
-class Alone(Acting):
+class MarginalSettings(Actions):
     """What is tried alone, and how tables follow from it.
 
     Attributes:
@@ -105,7 +105,7 @@ class Planner(CompilerKV):
 
 
 @dataclass(frozen=True)
-class Tried:
+class ActionEffects:
     """What every action alone does in every context, at one budget.
 
     Attributes:
@@ -124,7 +124,7 @@ class Tried:
     perplexity: np.ndarray
 
     @classmethod
-    def of(cls, lines: Sequence[dict[str, Any]], budget: int) -> Tried:
+    def of(cls, lines: Sequence[dict[str, Any]], budget: int) -> ActionEffects:
         """From the journal's lines."""
         parts = [line["budgets"][str(budget)] for line in lines]
         heads, risk, retained = (np.array([part[name] for part in parts]) for name in ("heads", "risk", "retained"))
@@ -146,8 +146,8 @@ def attended(trace: Trace) -> Tensor:
 
 
 @torch.inference_mode()
-def tried(trace: Trace, settings: Alone) -> dict[str, Any]:
-    """Every action alone on one trace: entropy, perplexity, and for each budget what `Tried` holds of a context.
+def action_losses(trace: Trace, settings: MarginalSettings) -> dict[str, Any]:
+    """Every action alone on one trace: entropy, perplexity, and by budget what `ActionEffects` holds of a context.
 
     Raises:
         KvlabError: a budget that the whole prompt fits.
@@ -164,7 +164,7 @@ def tried(trace: Trace, settings: Alone) -> dict[str, Any]:
     return {"entropy": round(entropy, 6), "perplexity": round(perplexity, 6), "budgets": budgets}
 
 
-def _at_budget(planned: Prompt, shares: Tensor, settings: Alone, budget: int) -> dict[str, Any]:
+def _at_budget(planned: Prompt, shares: Tensor, settings: MarginalSettings, budget: int) -> dict[str, Any]:
     neutral, layers, kv_heads = settings.policy(budget), planned.rows, planned.kv_heads
     group = planned.queries.shape[1] // kv_heads
 
@@ -178,7 +178,7 @@ def _at_budget(planned: Prompt, shares: Tensor, settings: Alone, budget: int) ->
     for head in range(kv_heads):
         for action, weight in enumerate(settings.weights):
             if action != settings.at_rest("heads"):
-                row = [weight if place == head else 1.0 for place in range(kv_heads)]
+                row = [weight if index == head else 1.0 for index in range(kv_heads)]
                 tables = DecisionTables(heads=[[w for w in row for _ in range(group)]] * layers, risk=None)
                 heads[:, head, action] = lost(neutral.using(tables)) - base
     risk, retained = [], []
@@ -207,22 +207,22 @@ class Measured:
     """
 
     lm: LM
-    settings: Alone
+    settings: MarginalSettings
     lines: list[dict[str, Any]]
     documents: list[str]
 
-    def tried(self, budget: int) -> Tried:
+    def effects(self, budget: int) -> ActionEffects:
         """What every action did, at one of the budgets."""
         if budget not in self.settings.budgets:
             raise KvlabError(
                 f"nothing was tried at {budget} entries, only at {', '.join(map(str, self.settings.budgets))}"
             )
-        return Tried.of(self.lines, budget)
+        return ActionEffects.of(self.lines, budget)
 
 
 def measure(
     lm: LM,
-    settings: Alone,
+    settings: MarginalSettings,
     prompts: Sequence[Document],
     journal: str | Path | None = None,
     advance: Advance = lambda *_: None,
@@ -250,7 +250,7 @@ def measure(
             line = kept.get(name)
             if line is None:
                 trace = capture(lm, prompt, settings.new_tokens, settings.window, pseudo=(), progress=False)
-                line = kept.add(name, {"kind": "alone", "context": prompt.signature, **tried(trace, settings)})
+                line = kept.add(name, {"kind": "alone", "context": prompt.signature, **action_losses(trace, settings)})
             lines.append(line)
             advance("one head at a time", number + 1, len(prompts))
     return Measured(lm, settings, lines, [prompt.signature for prompt in prompts])

@@ -9,7 +9,7 @@ from pydantic import Field, FiniteFloat, model_validator
 from kvlab.lib.parameters import Parameters
 
 
-class Acting(Parameters):
+class Actions(Parameters):
     """Settings with actions on heads and thresholds, the neutral ones among them."""
 
     if TYPE_CHECKING:  # each has the fields where they stand in its file and its command
@@ -33,7 +33,7 @@ class Acting(Parameters):
         return self.actions(phase).index(1.0 if phase == "heads" else 0.0)
 
 
-class Settings(Acting):
+class Settings(Actions):
     """How both tables are learnt.
 
     Attributes:

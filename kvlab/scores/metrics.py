@@ -104,11 +104,11 @@ def code_similarity(prediction: str, answer: str) -> float:
     return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100
 
 
-def _f1(words: Sequence[str], wanted: Sequence[str]) -> float:
-    shared = sum((Counter(words) & Counter(wanted)).values())
+def _f1(words: Sequence[str], reference: Sequence[str]) -> float:
+    shared = sum((Counter(words) & Counter(reference)).values())
     if not shared:
         return 0.0
-    precision, recall = shared / len(words), shared / len(wanted)
+    precision, recall = shared / len(words), shared / len(reference)
     return 2 * precision * recall / (precision + recall)
 
 

@@ -64,23 +64,23 @@ class Arithmetic(Task):
         draw = Random(f"{self.seed} {difficulty} {length} {trial}")
         names = _names(draw)
         chain = _chain(draw, names, difficulty)
-        asked = chain[-1]
+        variable = chain[-1]
         hanging, plain = _distractors(draw, names, chain, length // 6)
         costs = piece_lengths(lm, [f" {line.text}" for line in hanging])
         plain_costs = piece_lengths(lm, [f" {line.text}" for line in plain])
 
         def build(room: int) -> Example:
             # A hanging line may use any line before it, so only the first ones can be taken; plain lines fill the rest.
-            upto = [cost for cost in accumulate(costs) if cost <= room - LOOSE]
-            left = room - (upto[-1] if upto else 0)
-            shown = [*chain, *hanging[: len(upto)], *(plain[i] for i in fill(plain_costs, left))]
-            shown.sort(key=lambda line: line.place)
+            ends = [cost for cost in accumulate(costs) if cost <= room - LOOSE]
+            left = room - (ends[-1] if ends else 0)
+            shown = [*chain, *hanging[: len(ends)], *(plain[i] for i in fill(plain_costs, left))]
+            shown.sort(key=lambda line: line.depth)
             return Example(
                 id=f"arithmetic-{difficulty}-{length}-{trial}",
                 context=_OPENING + " ".join(line.text for line in shown) + "\n\n",
-                question=f"What is the value of {asked.name}?",
-                prefix=f" The value of {asked.name} is",
-                answers=(str(asked.value),),
+                question=f"What is the value of {variable.name}?",
+                prefix=f" The value of {variable.name} is",
+                answers=(str(variable.value),),
                 max_new_tokens=12,
                 marks={"kind": f"{difficulty} operations", "difficulty": difficulty, "length": length, "trial": trial},
             )
@@ -90,46 +90,46 @@ class Arithmetic(Task):
 
 @dataclass(frozen=True)
 class _Line:
-    """An assignment. `place` in (0, 1) orders the lines; a line's place is above those of the variables it uses."""
+    """An assignment. `depth` in (0, 1) orders the lines; a line's place is above those of the variables it uses."""
 
     name: str
     text: str
     value: int
-    place: float
+    depth: float
     number: int  # the number that stands in it
 
 
 def _names(draw: Random) -> Iterator[str]:
     """Names of three letters in random order, then the same with a digit at the end."""
-    spoken = [a + b + c for a, b, c in product(_CONSONANTS, _VOWELS, _CONSONANTS) if a + b + c not in _NOT_NAMES]
-    draw.shuffle(spoken)
-    yield from spoken
+    pronounceable = [a + b + c for a, b, c in product(_CONSONANTS, _VOWELS, _CONSONANTS) if a + b + c not in _NOT_NAMES]
+    draw.shuffle(pronounceable)
+    yield from pronounceable
     for figure in range(2, 1000):
-        yield from (f"{name}{figure}" for name in spoken)
+        yield from (f"{name}{figure}" for name in pronounceable)
 
 
-def _plain(draw: Random, name: str, place: float) -> _Line:
+def _plain(draw: Random, name: str, depth: float) -> _Line:
     value = draw.randint(1, _HIGHEST)
-    return _Line(name, f"{name} = {value}.", value, place, value)
+    return _Line(name, f"{name} = {value}.", value, depth, value)
 
 
-def _hanging(draw: Random, name: str, place: float, on: _Line) -> _Line:
+def _dependent(draw: Random, name: str, depth: float, on: _Line) -> _Line:
     while True:
         number = draw.randint(1, 20)
         sign = draw.choice((-1, 1))
         value = on.value + sign * number
         if 1 <= value <= _HIGHEST:
-            return _Line(name, f"{name} = {on.name} {'+' if sign > 0 else '-'} {number}.", value, place, number)
+            return _Line(name, f"{name} = {on.name} {'+' if sign > 0 else '-'} {number}.", value, depth, number)
 
 
 def _chain(draw: Random, names: Iterator[str], difficulty: int) -> list[_Line]:
     """The lines that lead to the one asked for; its value stands nowhere else."""
     own = [next(names) for _ in range(difficulty + 1)]
-    places = sorted(draw.random() for _ in own)
+    depths = sorted(draw.random() for _ in own)
     while True:
-        lines = [_plain(draw, own[0], places[0])]
-        for name, place in zip(own[1:], places[1:], strict=True):
-            lines.append(_hanging(draw, name, place, lines[-1]))
+        lines = [_plain(draw, own[0], depths[0])]
+        for name, depth in zip(own[1:], depths[1:], strict=True):
+            lines.append(_dependent(draw, name, depth, lines[-1]))
         answer = lines[-1].value
         if not difficulty or (
             not any(answer in (line.value, line.number) for line in lines[:-1]) and lines[-1].number != answer
@@ -146,7 +146,7 @@ def _distractors(draw: Random, names: Iterator[str], chain: list[_Line], count: 
         while True:
             if base and draw.random() < 0.6:
                 on = draw.choice(base)
-                line = _hanging(draw, name, draw.uniform(on.place, 1), on)
+                line = _dependent(draw, name, draw.uniform(on.depth, 1), on)
             else:
                 line = _plain(draw, name, draw.random())
             if answer not in (line.value, line.number):

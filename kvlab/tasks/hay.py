@@ -50,11 +50,11 @@ class Cut:
 
     def boundary(self, depth: float) -> int:
         """How many sentences precede the boundary that is nearest to the share `depth` (0 .. 1) of the tokens."""
-        wanted, before, nearest, distance = depth * sum(self.lengths), 0, 0, depth * sum(self.lengths)
-        for place, length in enumerate(self.lengths, 1):
+        target, before, nearest, distance = depth * sum(self.lengths), 0, 0, depth * sum(self.lengths)
+        for index, length in enumerate(self.lengths, 1):
             before += length
-            if abs(before - wanted) < distance:
-                nearest, distance = place, abs(before - wanted)
+            if abs(before - target) < distance:
+                nearest, distance = index, abs(before - target)
         return nearest
 
     def depth(self, boundary: int) -> float:
@@ -78,34 +78,34 @@ class Hay:
         self.sentences = sentences(document.text)
         self._text = " ".join(self.sentences)
         self._ends = [end for _, end in token_spans(require_tokenizer(lm), self._text)]
-        places, end = [], -1
+        ends, end = [], -1
         for sentence in self.sentences:
             end += 1 + len(sentence)
-            places.append(end)
-        self._starts = [0, *(end + 1 for end in places[:-1])]
-        self._upto = [0, *(bisect_left(self._ends, end) + 1 for end in places)]
+            ends.append(end)
+        self._starts = [0, *(end + 1 for end in ends[:-1])]
+        self._cumulative = [0, *(bisect_left(self._ends, end) + 1 for end in ends)]
 
     def cut(self, start: int, room: int) -> Cut:
         """About `room` tokens from sentence `start` on; the last one is cut after a word and ends with a full stop."""
-        chosen, lengths, place = [], [], start % len(self.sentences)
+        chosen, lengths, index = [], [], start % len(self.sentences)
         while room > 0:
-            length = self._upto[place + 1] - self._upto[place]
+            length = self._cumulative[index + 1] - self._cumulative[index]
             if length > room:
-                if short := self._shortened(place, room - 1):
+                if short := self._shortened(index, room - 1):
                     chosen.append(short)
                     lengths.append(room)
                 break
-            chosen.append(self.sentences[place])
+            chosen.append(self.sentences[index])
             lengths.append(length)
             room -= length
-            place = (place + 1) % len(self.sentences)
+            index = (index + 1) % len(self.sentences)
         return Cut(tuple(chosen), tuple(lengths))
 
-    def _shortened(self, place: int, room: int) -> str:
+    def _shortened(self, index: int, room: int) -> str:
         """The sentence's first words, of at most `room` tokens; empty where not even one fits."""
         if room < 1:
             return ""
-        start, end = self._starts[place], self._ends[self._upto[place] + room - 1]
+        start, end = self._starts[index], self._ends[self._cumulative[index] + room - 1]
         text = self._text[start:end]
         if self._text[end : end + 1] not in ("", " ") and " " in text:
             text = text.rpartition(" ")[0]

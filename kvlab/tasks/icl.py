@@ -73,19 +73,19 @@ class ManyShot(Task):
         """items: label -> texts, the first of which may be asked for and is not shown."""
         labels = list(items)
         answer = draw.choice(labels)
-        asked = items[answer][0]
+        question = items[answer][0]
         shots = []
         for row in zip(*(texts[1:] for texts in items.values()), strict=False):
             turn = list(zip(row, labels, strict=True))
             draw.shuffle(turn)
-            shots += [f"Item: {text}\nLabel: {label}\n\n" for text, label in turn if text != asked]
+            shots += [f"Item: {text}\nLabel: {label}\n\n" for text, label in turn if text != question]
         lengths = piece_lengths(lm, shots)
 
         def build(room: int) -> Example:
             return Example(
                 id=f"icl-{kind}-{length}-{trial}",
                 context="".join(shots[i] for i in fill(lengths, room)),
-                question=f"Item: {asked}\nLabel:",
+                question=f"Item: {question}\nLabel:",
                 answers=(answer,),
                 max_new_tokens=12,
                 chat=False,
@@ -123,12 +123,12 @@ class ManyShot(Task):
         """Sentences of the documents, each once, shuffled, enough for `length` tokens."""
         lines: dict[str, None] = {}
         for name in names:
-            said = [
+            shots = [
                 sentence.removeprefix("A: ").removeprefix("B: ").strip()
                 for line in corpus.document(name).text.split("\n")
                 for sentence in sentences(line)
             ]
-            lines |= dict.fromkeys(text for text in said if _WORDS[0] <= len(text.split()) <= _WORDS[1])
+            lines |= dict.fromkeys(text for text in shots if _WORDS[0] <= len(text.split()) <= _WORDS[1])
             if len(lines) > length // 4:
                 break
         return draw.sample(list(lines), len(lines))

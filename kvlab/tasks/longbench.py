@@ -70,18 +70,18 @@ class LongBench(Task):
         tokenizer.
         """
         made = {task: self._made(lm, task, records) for task, records in self._records().items()}
-        waiting, given = _order(list(made), limit), 0
+        waiting, yielded = _order(list(made), limit), 0
         while waiting:
             for task in list(waiting):
-                if limit is not None and given >= limit:
+                if limit is not None and yielded >= limit:
                     return
                 example = next(made[task], None)
                 if example is None:
                     waiting.remove(task)
                     continue
-                given += 1
+                yielded += 1
                 yield example
-        if not given:
+        if not yielded:
             raise KvlabError(
                 f"longbench: every prompt is longer than {self.length or lm.context_length} tokens, and "
                 "longer='skip' leaves them out"

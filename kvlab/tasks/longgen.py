@@ -95,18 +95,18 @@ class LongGen(Task):
     def score(self, example: Example, prediction: str) -> dict[str, float]:
         """Completion, accuracy of the three kinds of checks (a kind that was not asked for is left out), and means."""
         written = entries(example.prefix + prediction, example.marks["type"], example.marks["entries"])
-        met: dict[str, list[bool | None]] = {}
+        by_kind: dict[str, list[bool | None]] = {}
         for check in example.answers:
             kind, number, phrase = _check(check)
             entry = written.get(number)
-            met.setdefault(kind, []).append(None if entry is None else holds(entry, phrase, self.share))
-        shares = {kind: sum(map(bool, met[kind])) / len(met[kind]) for kind in CHECKS if kind in met}
-        judged = [met_check for kind in met.values() for met_check in kind if met_check is not None]
+            by_kind.setdefault(kind, []).append(None if entry is None else holds(entry, phrase, self.share))
+        shares = {kind: sum(map(bool, by_kind[kind])) / len(by_kind[kind]) for kind in CHECKS if kind in by_kind}
+        checks = [met for kind in by_kind.values() for met in kind if met is not None]
         return {
             "completion": len(written) / example.marks["entries"],
             **shares,
             "accuracy": sum(shares.values()) / len(shares) if shares else 0.0,
-            "accuracy_written": sum(judged) / len(judged) if judged else 0.0,
+            "accuracy_written": sum(checks) / len(checks) if checks else 0.0,
         }
 
     def _made(self) -> list[Example]:
@@ -169,8 +169,8 @@ def entries(text: str, unit: str, number: int) -> dict[int, str]:
 
 def holds(entry: str, phrase: str, share: float = 0.75) -> bool:
     """Whether an entry has at least `share` of the phrase's words, whatever their endings and order."""
-    wanted = _stems(re.sub(r"\([^)]*\)", " ", phrase)) or _stems(phrase)
-    return bool(wanted) and len(wanted & _stems(entry)) >= math.ceil(share * len(wanted) - 1e-9)
+    stems = _stems(re.sub(r"\([^)]*\)", " ", phrase)) or _stems(phrase)
+    return bool(stems) and len(stems & _stems(entry)) >= math.ceil(share * len(stems) - 1e-9)
 
 
 def read(path: str | os.PathLike, chat: bool = True) -> list[Example]:
@@ -184,8 +184,8 @@ def read(path: str | os.PathLike, chat: bool = True) -> list[Example]:
         try:
             examples.append(_example(parsed(text), f"{path.stem}-{line}", chat))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            lacks = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise KvlabError(f"{path}, line {line} is no record of LongGenBench: {lacks}") from error
+            problem = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise KvlabError(f"{path}, line {line} is no record of LongGenBench: {problem}") from error
     if not examples:
         raise KvlabError(f"{path} is empty: there are no records of LongGenBench in it")
     return examples

@@ -66,8 +66,8 @@ def piece_lengths(lm: LM, pieces: Sequence[str]) -> list[int]:
     return [len(ids) for ids in piece_tokens(lm, pieces)]
 
 
-def fit(lm: LM, build: Callable[[int], Example], wanted: int, label: str, slope: float = 1.0) -> Example:
-    """The example `build(n)` of at most `wanted` tokens and at most 2 % below that; its mark `tokens` says how many.
+def fit(lm: LM, build: Callable[[int], Example], target: int, label: str, slope: float = 1.0) -> Example:
+    """The example `build(n)` of at most `target` tokens and at most 2 % below that; its mark `tokens` says how many.
 
     From a larger n >= 0 `build` makes a longer example (sometimes an equal one), with about `slope` tokens for each n;
     from the same n it must make the same one. As a rule two or three examples are encoded.
@@ -78,30 +78,30 @@ def fit(lm: LM, build: Callable[[int], Example], wanted: int, label: str, slope:
     require_tokenizer(lm)
     best = build(0)
     below, length = 0, tokens(lm, best)
-    if length > wanted:
-        raise KvlabError(f"{label}: {wanted} tokens are too few, since the shortest prompt of its kind takes {length}")
-    if wanted + best.max_new_tokens > lm.context_length:
+    if length > target:
+        raise KvlabError(f"{label}: {target} tokens are too few, since the shortest prompt of its kind takes {length}")
+    if target + best.max_new_tokens > lm.context_length:
         raise KvlabError(
-            f"{label}: {wanted} tokens and an answer of {best.max_new_tokens} are more than the "
+            f"{label}: {target} tokens and an answer of {best.max_new_tokens} are more than the "
             f"{lm.context_length} that {lm.name} was made for"
         )
     above: tuple[int, int] | None = None
     for _ in range(16):
-        if length >= wanted * (1 - SLACK / 2) or (above and above[0] - below == 1):
+        if length >= target * (1 - SLACK / 2) or (above and above[0] - below == 1):
             break
         if above is None:
-            n = below + max(1, math.floor((wanted - length) / slope))
+            n = below + max(1, math.floor((target - length) / slope))
         else:
-            share = (wanted - length) / (above[1] - length)
+            share = (target - length) / (above[1] - length)
             n = min(max(below + 1, below + math.floor(share * (above[0] - below))), above[0] - 1)
         example = build(n)
         count = tokens(lm, example)
-        if count > wanted:
+        if count > target:
             above = (n, count)
         else:
             below, length, best = n, count, example
-    if length < wanted * (1 - SLACK):
-        raise KvlabError(f"{label}: no prompt of {wanted} tokens can be made, the nearest below has {length}")
+    if length < target * (1 - SLACK):
+        raise KvlabError(f"{label}: no prompt of {target} tokens can be made, the nearest below has {length}")
     return dataclasses.replace(best, marks={**best.marks, "tokens": length})
 
 
@@ -110,9 +110,9 @@ def fill(lengths: Sequence[int], room: int) -> list[int]:
 
     lengths: tokens of each piece; returns their indices in ascending order.
     """
-    first = bisect_right(upto := [*accumulate(lengths)], room - LOOSE)
+    first = bisect_right(ends := [*accumulate(lengths)], room - LOOSE)
     sums: dict[int, tuple[int, ...]] = {0: ()}
-    left = room - (upto[first - 1] if first else 0)
+    left = room - (ends[first - 1] if first else 0)
     for piece in range(first, min(len(lengths), first + 2 * LOOSE)):
         for total in list(sums):
             if total + lengths[piece] <= left:
@@ -131,11 +131,11 @@ def spread(cells: Iterable[Item], limit: int | None, kind: Callable[[Item], Hash
     if limit < 1:
         raise KvlabError(f"limit must be at least 1, and is {limit}")
     groups: dict[Hashable, list[int]] = {}
-    for place, cell in enumerate(cells):
-        groups.setdefault(kind(cell), []).append(place)
+    for number, cell in enumerate(cells):
+        groups.setdefault(kind(cell), []).append(number)
     queues = [[group[i] for i in _scattered(len(group))] for group in groups.values()]
-    dealt = [queue[turn] for turn in range(max(map(len, queues))) for queue in queues if turn < len(queue)]
-    return [cells[place] for place in sorted(dealt[:limit])]
+    interleaved = [queue[turn] for turn in range(max(map(len, queues))) for queue in queues if turn < len(queue)]
+    return [cells[place] for place in sorted(interleaved[:limit])]
 
 
 def _scattered(n: int) -> list[int]:

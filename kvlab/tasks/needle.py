@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Without this line and "Question:", a small model ignores the first or the last sentence of the text.
 _OPENING = "Remember {}, which stands in this text."
 _TOWNS = ("Lindau", "Tarifa", "Bergen", "Ronda", "Visby", "Piran", "Cromer", "Olomouc", "Kotor", "Sintra", "Tromso")
-_DEEDS = (
+_ACTIONS = (
     "eat a plum cake",
     "feed the swans",
     "climb the clock tower",
@@ -33,7 +33,7 @@ _DEEDS = (
     "pick wild cherries",
     "sketch the harbour",
 )
-_WHENS = ("on a rainy morning", "at low tide", "before the market opens", "in the first snow", "after the last bell")
+_TIMES = ("on a rainy morning", "at low tide", "before the market opens", "in the first snow", "after the last bell")
 _SMALL_WORDS = "a an and at before after in of on the to first"
 _SMALL = frozenset(_SMALL_WORDS.split())
 
@@ -99,12 +99,12 @@ class Needle(Task):
     def score(self, example: Example, prediction: str) -> dict[str, float]:
         """`score` and `exact`, see the class."""
         (answer,) = example.answers
-        said = _plain(prediction)
-        exact = float(f" {_plain(answer)} " in f" {said} ")
+        words = _plain(prediction)
+        exact = float(f" {_plain(answer)} " in f" {words} ")
         if example.marks.get("kind") != "sentence":
             return {"score": exact, "exact": exact}
-        wanted = set(_plain(answer).split()) - _SMALL
-        return {"score": len(wanted & set(said.split())) / len(wanted), "exact": exact}
+        expected = set(_plain(answer).split()) - _SMALL
+        return {"score": len(expected & set(words.split())) / len(expected), "exact": exact}
 
 
 def _plain(text: str) -> str:
@@ -120,7 +120,7 @@ def _needle(kind: str, draw: Random) -> tuple[str, str, str, str]:
     if kind == "word":
         answer = draw.choice([word for word in words("noun") if 5 <= len(word) <= 9])
         return _OPENING.format("the secret word"), f"The secret word is {answer}.", "What is the secret word?", answer
-    town, (first, second), when = draw.choice(_TOWNS), draw.sample(_DEEDS, 2), draw.choice(_WHENS)
+    town, (first, second), when = draw.choice(_TOWNS), draw.sample(_ACTIONS, 2), draw.choice(_TIMES)
     answer = f"{first} and {second} {when}"
     best = f"the best thing to do in {town}"
     return _OPENING.format(best), f"The{best[3:]} is to {answer}.", f"What is {best}?", answer

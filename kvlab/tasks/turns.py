@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from kvlab.inputs.models import LM
 
 OPENING = "Read this text, and answer the questions about it.\n\n"
-_ASKED = "\n\nQuestion: {}\n"
+_QUESTION = "\n\nQuestion: {}\n"
 _SHORT = 40  # characters of an answer over an article
-_TRIED = 6
+_ATTEMPTS = 6
 _NEW_TOKENS = {"squad": 24, "kv": 12, "needle": 12}
 
 Made = tuple[tuple[Turn, ...], Callable[[int], str]]
@@ -109,23 +109,23 @@ class Turns(Task):
             if len(min(question.answers, key=len)) <= _SHORT:
                 by_paragraph.setdefault(question.paragraph, []).append(question)
         room = 3 * length // 4
-        for _ in range(_TRIED):
+        for _ in range(_ATTEMPTS):
             paragraphs = draw.sample(list(by_paragraph), min(self.turns, len(by_paragraph)))
             if sum(piece_lengths(lm, paragraphs)) <= room:
                 break
         else:
             # The shortest paragraphs, several questions on each where not all of them have room.
             sizes = dict(zip(by_paragraph, piece_lengths(lm, list(by_paragraph)), strict=True))
-            shortest, taken = sorted(sizes, key=sizes.__getitem__), 0
+            shortest, used = sorted(sizes, key=sizes.__getitem__), 0
             paragraphs = []
             for paragraph in shortest[: self.turns]:
-                taken += sizes[paragraph]
-                if taken <= room or not paragraphs:
+                used += sizes[paragraph]
+                if used <= room or not paragraphs:
                     paragraphs.append(paragraph)
         on_each = [draw.sample(by_paragraph[paragraph], len(by_paragraph[paragraph])) for paragraph in paragraphs]
-        by_round = [question for asked in zip_longest(*on_each) for question in asked if question is not None]
-        asked = list({question.id: question for question in by_round}.values())[: self.turns]
-        if len(asked) < self.turns:
+        by_round = [question for questions in zip_longest(*on_each) for question in questions if question is not None]
+        questions = list({question.id: question for question in by_round}.values())[: self.turns]
+        if len(questions) < self.turns:
             raise KvlabError(f"turns: {article} has too few questions with short answers for {self.turns} turns")
         rest = "\n\n".join(dict.fromkeys(question.paragraph for question in corpus.questions(article)))
         for paragraph in paragraphs:
@@ -135,23 +135,23 @@ class Turns(Task):
         def text(tokens: int) -> str:
             return "\n\n".join([*([str(hay.cut(0, tokens))] if tokens else []), *paragraphs])
 
-        return tuple(Turn(_ASKED.format(q.question.strip()), q.answers) for q in asked), text
+        return tuple(Turn(_QUESTION.format(q.question.strip()), q.answers) for q in questions), text
 
     def _kv(self, lm: LM, draw: Random, length: int, trial: int) -> Made:
         """Lines `word: number`, the asked ones spread evenly among them."""
         known = [word for word in words("noun") if 4 <= len(word) <= 9]
         names = draw.sample(known, min(length // 4 + self.turns, len(known)))
         lines = [(name, str(draw.randrange(10_000, 100_000))) for name in names]
-        asked, others = lines[: self.turns], [f"{name}: {number}" for name, number in lines[self.turns :]]
+        queried, others = lines[: self.turns], [f"{name}: {number}" for name, number in lines[self.turns :]]
         lengths = piece_lengths(lm, [f"{line}\n" for line in others])
 
         def text(tokens: int) -> str:
-            shown = [others[place] for place in fill(lengths, tokens)]
-            return "\n".join(_spread([f"{name}: {number}" for name, number in asked], shown))
+            shown = [others[index] for index in fill(lengths, tokens)]
+            return "\n".join(_spread([f"{name}: {number}" for name, number in queried], shown))
 
         turns = [
-            Turn(_ASKED.format(f"Which number belongs to {name}?"), (number,), f"The number of {name} is")
-            for name, number in asked
+            Turn(_QUESTION.format(f"Which number belongs to {name}?"), (number,), f"The number of {name} is")
+            for name, number in queried
         ]
         return tuple(draw.sample(turns, len(turns))), text
 
@@ -160,24 +160,24 @@ class Turns(Task):
         hay = Hay(lm, corpus.document(self.document))
         start = draw.randrange(len(hay.sentences))
         towns = draw.sample([word.capitalize() for word in words("noun") if 5 <= len(word) <= 8], self.turns)
-        asked = [(town, str(draw.randrange(10_000, 100_000))) for town in towns]
+        needles = [(town, str(draw.randrange(10_000, 100_000))) for town in towns]
 
         def text(tokens: int) -> str:
             cut = hay.cut(start, tokens)
-            boundaries = [cut.boundary((place + 1) / (len(asked) + 1)) for place in range(len(asked))]
-            return cut.with_needles([f"The secret code of {town} is {code}." for town, code in asked], boundaries)
+            boundaries = [cut.boundary((number + 1) / (len(needles) + 1)) for number in range(len(needles))]
+            return cut.with_needles([f"The secret code of {town} is {code}." for town, code in needles], boundaries)
 
         turns = [
-            Turn(_ASKED.format(f"What is the secret code of {town}?"), (code,), f"The secret code of {town} is")
-            for town, code in asked
+            Turn(_QUESTION.format(f"What is the secret code of {town}?"), (code,), f"The secret code of {town} is")
+            for town, code in needles
         ]
         return tuple(draw.sample(turns, len(turns))), text
 
 
-def _spread(asked: Sequence[str], others: Sequence[str]) -> list[str]:
-    """`others` in order, and `asked` at even distances among them."""
-    lines, step = [], len(others) / (len(asked) + 1)
-    starts = [round(step * place) for place in range(1, len(asked) + 1)]
-    for first, last, line in zip([0, *starts[:-1]], starts, asked, strict=True):
+def _spread(queried: Sequence[str], others: Sequence[str]) -> list[str]:
+    """`others` in order, and `queried` at even distances among them."""
+    lines, step = [], len(others) / (len(queried) + 1)
+    starts = [round(step * number) for number in range(1, len(queried) + 1)]
+    for first, last, line in zip([0, *starts[:-1]], starts, queried, strict=True):
         lines += [*others[first:last], line]
     return [*lines, *others[starts[-1] :]]

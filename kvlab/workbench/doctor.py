@@ -83,14 +83,14 @@ def versions() -> Finding:
         )
     pins = dict(re.findall(r"^([\w.\-]+)(?:\[[\w,\-]*\])?==(\S+)", file.read_text(encoding="utf-8"), re.MULTILINE))
     absent, unpinned = [], []
-    for name, wanted in pins.items():
+    for name, pin in pins.items():
         try:
             installed = importlib.metadata.version(name).partition("+")[0]
         except importlib.metadata.PackageNotFoundError:
             absent.append(name)
             continue
-        if installed != wanted:
-            unpinned.append(f"{name} {installed} (pinned: {wanted})")
+        if installed != pin:
+            unpinned.append(f"{name} {installed} (pinned: {pin})")
     needed = [name for name in _missing() if name in absent]
     if needed or unpinned:
         wrong = [*(f"{name} is missing" for name in needed), *unpinned]
@@ -156,11 +156,11 @@ def models() -> Finding:
     from kvlab.inputs.models import cached
     from kvlab.inputs.packs import gigabytes, home
 
-    held = cached.held()
-    if not held:
+    downloaded = cached.held()
+    if not downloaded:
         return Finding("models", GOOD, f"none in {home() / 'models'}")
-    shown = ", ".join(f"{model.name} ({gigabytes(model.size)}, {model.about})" for model in held)
-    total = gigabytes(sum(model.size for model in held))
+    shown = ", ".join(f"{model.name} ({gigabytes(model.size)}, {model.about})" for model in downloaded)
+    total = gigabytes(sum(model.size for model in downloaded))
     return Finding("models", GOOD, f"{total} in {home() / 'models'}: {shown}")
 
 
@@ -178,8 +178,8 @@ def store() -> Finding:
     """The MLflow store: it answers, and a store that is a file may be written to."""
     from kvlab.workbench.store import database as mlflow_store
 
-    if told := extras.missing("mlflow", "sqlalchemy", "requests"):
-        return _without(told, "store")
+    if problem := extras.missing("mlflow", "sqlalchemy", "requests"):
+        return _without(problem, "store")
     if not mlflow_store.exists():
         path = mlflow_store.database_path(mlflow_store.store_uri())
         assert path is not None, "only a file can be missing"
@@ -190,14 +190,14 @@ def store() -> Finding:
     return Finding("store", GOOD, f"{mlflow_store.shown_uri()}, {len(runs)} experiments")
 
 
-def _without(told: str, what: str) -> Finding:
+def _without(problem: str, what: str) -> Finding:
     """An extra that is missing: commands that do not need it work."""
-    missing, _, mend = told.partition(": ")
+    missing, _, mend = problem.partition(": ")
     return Finding(what, REMARK, f"{missing}; only experiments and their report need it", mend)
 
 
 def _writable(folder: Path) -> None:
-    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
@@ -210,16 +210,16 @@ def disk() -> Finding:
     from kvlab.inputs import packs
     from kvlab.workbench.store import database as mlflow_store
 
-    places = {"cache": packs.home(), "project": project.root()}
+    folders = {"cache": packs.home(), "project": project.root()}
     database = mlflow_store.database_path(mlflow_store.store_uri())
     if database and not database.is_relative_to(project.root()):
-        places["store"] = database.parent
+        folders["store"] = database.parent
     free = {}
-    for name, folder in places.items():
-        existing = next(place for place in (folder, *folder.parents) if place.exists())
+    for name, folder in folders.items():
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         _writable(existing)
         free[name] = shutil.disk_usage(existing).free / 1e9
-    shown = ", ".join(f"{gigabytes:.0f} GB free for the {name} ({places[name]})" for name, gigabytes in free.items())
+    shown = ", ".join(f"{gigabytes:.0f} GB free for the {name} ({folders[name]})" for name, gigabytes in free.items())
     if min(free.values()) < DISK_GB:
         return Finding("disk", BAD, shown, f"make {DISK_GB} GB free, or point KVLAB_HOME to a larger disk")
     return Finding("disk", GOOD, shown)
@@ -248,19 +248,19 @@ def gpu() -> Finding:
 
     from kvlab.lib import devices
 
-    place = devices.resolved("auto")
-    if place.type == "cpu":
+    device = devices.resolved("auto")
+    if device.type == "cpu":
         return Finding("gpu", GOOD, "none: everything runs on the CPU; the gpu profiles want one")
-    text, module = f"{devices.name(place)} (device {place.type!r})", torch.get_device_module(place)
+    text, module = f"{devices.name(device)} (device {device.type!r})", torch.get_device_module(device)
     if hasattr(module, "get_device_properties"):
-        text += f", {module.get_device_properties(place).total_memory / 1e9:.0f} GB"
+        text += f", {module.get_device_properties(device).total_memory / 1e9:.0f} GB"
     return Finding("gpu", GOOD, text)
 
 
 def jupyter() -> Finding:
     """JupyterLab and the kernel that the notebooks name."""
-    if told := extras.missing("jupyter_client", "ipykernel", "jupyterlab"):
-        return _without(told, "jupyter")
+    if problem := extras.missing("jupyter_client", "ipykernel", "jupyterlab"):
+        return _without(problem, "jupyter")
     from jupyter_client.kernelspec import KernelSpecManager
 
     kernels = KernelSpecManager().find_kernel_specs()
@@ -273,15 +273,15 @@ def jupyter() -> Finding:
 
 def show(console: Console) -> bool:
     """Print each check as soon as it is made; True if none is bad."""
-    well = True
+    passed = True
     for finding in findings():
         mark, colour = MARKS[finding.state]
         console.print(f"[{colour}]{mark}[/] [bold]{finding.what:<9}[/]", end=" ")
         console.print(finding.found, markup=False, highlight=False, soft_wrap=True)
         if finding.mend:
             console.print(f"            mend: {finding.mend}", markup=False, highlight=False, soft_wrap=True)
-        well = well and finding.state != BAD
-    return well
+        passed = passed and finding.state != BAD
+    return passed
 
 
 def as_json() -> list[dict[str, Any]]:

@@ -99,12 +99,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make lab")
     parser.add_argument("--port", type=int, default=ui.PORT)
     parser.add_argument("--in-place", action="store_true", help="open the notebooks themselves, not copies of them")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     extras.need(*extras.EXTRAS[extras.LAB])
     environment.configure()  # JupyterLab's kernels inherit it
-    port, root, asked = given.port, project.root(), []
-    opened = "notebooks" if given.in_place else f"{FOLDER}/00_quickstart.ipynb"
-    for copy in [] if given.in_place else copies(root / "notebooks", root / FOLDER):
+    port, root, requested = options.port, project.root(), []
+    opened = "notebooks" if options.in_place else f"{FOLDER}/00_quickstart.ipynb"
+    for copy in [] if options.in_place else copies(root / "notebooks", root / FOLDER):
         print(
             f"{copy.relative_to(root)} has your changes and stays; its original in notebooks/ has changed since. "
             "Delete the copy to get the new one."
@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")  # without it JupyterLab refuses to start for root, as in a container
     # JupyterLab gets Ctrl-C as well, and ends; here it is only noted.
-    signal.signal(signal.SIGINT, lambda *_: asked.append(signal.SIGINT))
+    signal.signal(signal.SIGINT, lambda *_: requested.append(signal.SIGINT))
     with _mlflow(database.ensure_store(), port) as address:
         print(
             f"MLflow UI: {address}/#/experiments (ready in some seconds; it ends with JupyterLab; its log: "
@@ -131,13 +131,13 @@ def main(arguments: list[str] | None = None) -> int:
         jupyter = subprocess.Popen(command)
 
         def end(number: int, _: object) -> None:
-            asked.append(number)
+            requested.append(number)
             jupyter.terminate()
 
         for number in HANGING_UP:
             signal.signal(number, end)
         code = jupyter.wait()
-    return 0 if asked else code
+    return 0 if requested else code
 
 
 if __name__ == "__main__":

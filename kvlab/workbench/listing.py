@@ -105,7 +105,7 @@ def _models() -> list[dict[str, Any]]:
     """The known models, then those of a user's own GGUF files that were converted."""
     from kvlab.inputs.models import MODELS, cached, sources
 
-    held = {model.name: model for model in cached.held()}
+    downloaded = {model.name: model for model in cached.held()}
     known = [
         {
             "name": name,
@@ -118,16 +118,16 @@ def _models() -> list[dict[str, Any]]:
         }
         for name, model in MODELS.items()
     ]
-    others = [{"name": name, "summary": model.about} for name, model in held.items() if name not in MODELS]
-    return [entry | _cache(held.get(entry["name"])) for entry in [*known, *others]]
+    others = [{"name": name, "summary": model.about} for name, model in downloaded.items() if name not in MODELS]
+    return [entry | _cache(downloaded.get(entry["name"])) for entry in [*known, *others]]
 
 
-def _cache(held: Held | None) -> dict[str, Any]:
+def _cache(cached: Held | None) -> dict[str, Any]:
     """What lies in the cache of a model: its state in words, bytes and folder."""
     return {
-        "cached": held and held.about,
-        "cached_bytes": held.size if held else 0,
-        "folder": str(held.folder) if held else None,
+        "cached": cached and cached.about,
+        "cached_bytes": cached.size if cached else 0,
+        "folder": str(cached.folder) if cached else None,
     }
 
 
@@ -150,7 +150,10 @@ def _documents() -> list[dict[str, Any]]:
     """The sets of documents, then each source with all its names; a pack's are known once it is pulled."""
     from kvlab.inputs import corpus
 
-    sets = [{"name": name, "summary": ", ".join(held), "documents": list(held)} for name, held in corpus.SETS.items()]
+    sets = [
+        {"name": name, "summary": ", ".join(documents), "documents": list(documents)}
+        for name, documents in corpus.SETS.items()
+    ]
     return sets + [
         {
             "name": f"{source}/...",

@@ -34,7 +34,7 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Told:
+class PolicyDocstring:
     """What the docstring of a policy tells.
 
     Attributes:
@@ -50,7 +50,7 @@ class Told:
     parameters: dict[str, str]
 
     @classmethod
-    def by(cls, method: type[Policy]) -> Told:
+    def of(cls, method: type[Policy]) -> PolicyDocstring:
         """Read a docstring: a sentence; a paragraph "PAPER: how it works. Cost: what it costs."; "Parameters:".
 
         Raises:
@@ -101,11 +101,11 @@ class Found:
 
 def page(name: str, found: Found) -> str:
     """The page of a policy, in Markdown."""
-    method, told = registry()[name], Told.by(registry()[name])
+    method, docstring = registry()[name], PolicyDocstring.of(registry()[name])
     settings = found.settings
     parameters = [
         f"| {', '.join(f'`{each.strip()}`' for each in names.split(','))} | {defaults(method, names)} | {meaning} |"
-        for names, meaning in told.parameters.items()
+        for names, meaning in docstring.parameters.items()
     ]
     budget = f" --budget {settings.budget:g}" if has_budget(name) else ""
     documents = ", ".join(f"`{document}`" for document in settings.documents)
@@ -113,16 +113,16 @@ def page(name: str, found: Found) -> str:
     rounds = "" if settings.repeats == Settings().repeats else f" --repeats {settings.repeats}"
     parts = [
         f"# {name}",
-        f"Paper: {told.paper}." if told.paper != "Not from a paper" else f"{told.paper}.",
+        f"Paper: {docstring.paper}." if docstring.paper != "Not from a paper" else f"{docstring.paper}.",
         *sources(method.paper),
-        told.idea,
+        docstring.idea,
         _table("| parameter | default | |", parameters) if parameters else "It has no parameters.",
         *([f"Here it is measured with {others}."] if others else []),
         "## What it keeps",
         f"![What {name} keeps of one text, by layer and position]({FIGURES}/{name}.png)",
         _caption(found.portraits[name], settings),
         "## Cost",
-        f"{told.cost[:1].upper()}{told.cost[1:]}",
+        f"{docstring.cost[:1].upper()}{docstring.cost[1:]}",
         *_times(name, found, budget, others),
         f"## On {found.model.partition('@')[0]}",
         _table(
@@ -148,8 +148,8 @@ def sources(paper: Paper | None) -> list[str]:
 def _others(method: Policy) -> str:
     """The parameters beside the budget that are not the defaults."""
     fields = type(method).model_fields
-    given = [(key, value) for key, value in method if key != "budget" and value != fields[key].default]
-    return ", ".join(f"`{key}={value!r}`" for key, value in given)
+    changed = [(key, value) for key, value in method if key != "budget" and value != fields[key].default]
+    return ", ".join(f"`{key}={value!r}`" for key, value in changed)
 
 
 def _table(heading: str, rows: Sequence[str]) -> str:
@@ -159,16 +159,16 @@ def _table(heading: str, rows: Sequence[str]) -> str:
 
 def _caption(portrait: Portrait, settings: Settings) -> str:
     """What the picture shows, in words."""
-    told = [
+    parts = [
         f"The start of `{portrait.document}` with a request to summarise it, {portrait.prompt:,} tokens.",
         "Above each map of tokens stands its mean over layers; beside it the mean number of tokens of a KV head, "
         "with a thin line from the head that has fewest to the one that has most.",
     ]
     if portrait.read is not None:
-        told.append(f"What is read is the mean over {settings.new_tokens} decoding steps.")
+        parts.append(f"What is read is the mean over {settings.new_tokens} decoding steps.")
     if portrait.merged is not None:
-        told.append("An entry that holds merged tokens stands at the position of the first of them.")
-    return f"*{' '.join(told)}*"
+        parts.append("An entry that holds merged tokens stands at the position of the first of them.")
+    return f"*{' '.join(parts)}*"
 
 
 def _of_selection(method: type[Policy]) -> str:
@@ -209,7 +209,7 @@ def _cost_rows(name: str, found: Found) -> list[str]:
 def _quality_rows(name: str, found: Found) -> list[str]:
     """At each budget a row for the policy, in bold, and for those beside it; last those that have none."""
     rows = []
-    shown = list(dict.fromkeys([name, *portraits.BESIDE]))
+    shown = list(dict.fromkeys([name, *portraits.REFERENCES]))
     by_budget: dict[tuple[str, float | None], pd.DataFrame] = {}
     for key, part in found.qualities.groupby(["policy", "budget"], dropna=False):
         policy, budget = cast("tuple[str, float]", key)
@@ -218,8 +218,8 @@ def _quality_rows(name: str, found: Found) -> list[str]:
         for number, policy in enumerate(each for each in shown if (each, budget) in by_budget):
             part = by_budget[policy, budget]
             cells = [_cell(measure, part.loc[measure]) for measure in MEASURES]
-            asked = "" if number else "none" if budget is None else f"{budget:g}"
-            rows.append(f"| {asked} | {f'**{policy}**' if policy == name else policy} | {' | '.join(cells)} |")
+            budget_text = "" if number else "none" if budget is None else f"{budget:g}"
+            rows.append(f"| {budget_text} | {f'**{policy}**' if policy == name else policy} | {' | '.join(cells)} |")
     return rows
 
 
@@ -267,11 +267,13 @@ def write(
     settings, names = settings or Settings(), named(names)
     check_folder(out)
     for name in names:
-        Told.by(registry()[name])
+        PolicyDocstring.of(registry()[name])
     traces, shown = portraits.traces(lm, names, settings, advance), {}
     for name in names:
-        shown[name] = portraits.portrait(traces[0], portraits.chosen(lm, name, settings.budget), settings.documents[0])
-        advance(f"replaying {name}", portraits.REPLAYED)
+        shown[name] = portraits.portrait(
+            traces[0], portraits.default_policy(lm, name, settings.budget), settings.documents[0]
+        )
+        advance(f"replaying {name}", portraits.REPLAY_WORK)
     qualities = portraits.qualities(lm, names, traces, settings, advance)
     costs = portraits.costs(lm, names, settings, advance)
     found = Found(lm.signature, settings, shown, qualities, costs)
@@ -297,5 +299,5 @@ def _pictures(shown: dict[str, Portrait], advance: Callable[[str, int], None]) -
         plots.style()
         for name, portrait in shown.items():
             pictures[name] = figures.png(figures.figure(portrait))
-            advance(f"drawing {name}", portraits.DRAWN)
+            advance(f"drawing {name}", portraits.DRAWING_WORK)
     return pictures

@@ -56,28 +56,28 @@ def running() -> str | None:
     return without_password(uri).rstrip("/") if answers else None
 
 
-def told(names: Iterable[str]) -> str:
+def link_text(names: Iterable[str]) -> str:
     """The link to the table of runs of these experiments; if no UI is running, also the command that starts it."""
     connection = database.client()
     experiments = [connection.get_experiment_by_name(name) for name in names]
     ids = [experiment.experiment_id for experiment in experiments if experiment]
-    place = (
+    path = (
         f"/#/experiments/{ids[0]}/runs?{TRAINING}"
         if len(ids) == 1
         else (f"/#/compare-experiments/s?experiments={quote(json.dumps(ids, separators=(',', ':')))}&{TRAINING}")
     )
-    if known := running():
-        return f"{known}{place}"
+    if base := running():
+        return f"{base}{path}"
     uri = database.store_uri()
     if not database.database_path(uri):
         return f"{without_password(uri)} (a store without a page to look at)"
-    return f"{address(PORT)}{place}\n  once this runs: {_typed(uri)}"
+    return f"{address(PORT)}{path}\n  once this runs: {_command(uri)}"
 
 
-def _typed(uri: str) -> str:
+def _command(uri: str) -> str:
     """A command that starts the UI, as short as this shell takes it."""
-    beside = Path(sys.executable).with_name("mlflow")
+    installed = Path(sys.executable).with_name("mlflow")
     known = shutil.which("mlflow")
-    on_path = known is not None and Path(known).samefile(beside)
-    program = "mlflow" if on_path else min(os.path.relpath(beside), str(beside), key=len)
+    on_path = known is not None and Path(known).samefile(installed)
+    program = "mlflow" if on_path else min(os.path.relpath(installed), str(installed), key=len)
     return f"MLFLOW_DISABLE_TELEMETRY=true {shlex.join([program, *options(uri)])}"

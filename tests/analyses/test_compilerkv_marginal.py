@@ -8,13 +8,13 @@ from support.claims import unmeasured
 from support.compilerkv import HEADS, KV_HEADS, LAYERS, TRACES, kept
 
 from kvlab.analyses.compilerkv import marginal, penalty
-from kvlab.compile.marginal import Alone, Tried
+from kvlab.compile.marginal import ActionEffects, MarginalSettings
 from kvlab.errors import KvlabError
 from kvlab.inputs.corpus import Document
 from kvlab.methods import policy
 from kvlab.methods._base.lookup import DecisionTables
 
-SETTINGS = Alone(budgets=(64, 128), lengths=(200, 300), thresholds=(0.0, 0.3, 0.6), bins=(2, 1), support=2)
+SETTINGS = MarginalSettings(budgets=(64, 128), lengths=(200, 300), thresholds=(0.0, 0.3, 0.6), bins=(2, 1), support=2)
 
 
 def made(contexts=12, gain=0.0, by_risk=0.0, seed=0):
@@ -28,7 +28,7 @@ def made(contexts=12, gain=0.0, by_risk=0.0, seed=0):
     risk[:, :, 0] = 0
     retained = np.broadcast_to([200, 130, 60], risk.shape)
     names = [f"c{number}" for number in range(contexts)]
-    return Tried(heads, risk, retained, names, entropy, rng.uniform(5, 20, contexts))
+    return ActionEffects(heads, risk, retained, names, entropy, rng.uniform(5, 20, contexts))
 
 
 def test_gains_and_risks_are_seen_and_noise_is_not():
@@ -48,7 +48,7 @@ def test_what_cannot_be_asked_has_no_row():
 
 
 def test_thresholds_follow_the_penalty():
-    found = penalty.effect({"alone": penalty.alone(made(by_risk=0.05), SETTINGS, 64)}, [0, 0.01, 0.1]).metrics
+    found = penalty.effect({"alone": penalty.one_at_a_time(made(by_risk=0.05), SETTINGS, 64)}, [0, 0.01, 0.1]).metrics
     assert found["penalty/alone/threshold/0"] == 0 and found["penalty/alone/neutral/0"] == 1
     assert found["penalty/alone/threshold/0.1"] > 0.5 > found["penalty/alone/neutral/0.1"]
 
@@ -106,6 +106,6 @@ def test_prompts_take_turns_and_keep_their_lengths(lm):
 
 def test_every_claim_s_metric_is_measured():
     found = marginal.held_out(TRACES, {128: tables(128)})
-    effect = penalty.effect({"alone": penalty.alone(made(), SETTINGS, 64)})
+    effect = penalty.effect({"alone": penalty.one_at_a_time(made(), SETTINGS, 64)})
     missing = unmeasured("compilerkv_tables", found, effect, marginal.signal(made(), SETTINGS, 9))
     assert not {name for name in missing if "marginal" in name or "penalty" in name}

@@ -129,7 +129,7 @@ def learnt(folder, budget, seed, documents=()):
 
 def test_filled_sets_have_the_weights_learnt_for_the_nearest_budget(tmp_path, tiny):
     files = {budget: learnt(tmp_path, budget, budget) for budget in (64, 200)}
-    alone = shipped_tables.alone(tiny(), [file for file, _ in files.values()])
+    alone = shipped_tables.per_head_tables(tiny(), [file for file, _ in files.values()])
     found = quality.figure_2(TRACES[:2], BUDGETS, tables(), alone)
     for budget, by in ((64, 64), (128, 200), (256, 200)):  # 128 is 2 of 64, and 200 is 1.56 of 128
         plain = table_file(tmp_path, "plain", heads=files[by][1])
@@ -146,7 +146,9 @@ def test_filled_sets_have_the_weights_learnt_for_the_nearest_budget(tmp_path, ti
 
 def test_table_1_with_weights_learnt_one_head_at_a_time(tmp_path, tiny):
     files = {budget: learnt(tmp_path, budget, budget) for budget in (64, 256)}
-    found = quality.table_1(TRACES, tables(), SHARE, shipped_tables.alone(tiny(), [file for file, _ in files.values()]))
+    found = quality.table_1(
+        TRACES, tables(), SHARE, shipped_tables.per_head_tables(tiny(), [file for file, _ in files.values()])
+    )
     assert SHARE * PROMPT == 72, "nearest to 64"
     plain = table_file(tmp_path, "plain", heads=files[64][1])
     rival = policy("snapkv", budget=SHARE)
@@ -164,7 +166,7 @@ def test_table_1_with_weights_learnt_one_head_at_a_time(tmp_path, tiny):
 
 def test_weights_are_not_judged_on_what_they_were_learnt_from(tmp_path, tiny):
     file, _ = learnt(tmp_path, 64, 1, ["document 1@abc"])
-    alone = shipped_tables.alone(tiny(), [file])
+    alone = shipped_tables.per_head_tables(tiny(), [file])
     for judged in (
         lambda: quality.table_1(TRACES, tables(), SHARE, alone),
         lambda: quality.figure_2(TRACES, BUDGETS, tables(), alone),
@@ -178,8 +180,8 @@ def test_texts_are_told_apart_by_their_names(name):
     tables = DecisionTables.model_validate({"model": "toy", "heads": None, "risk": None, "documents": [f"{name}@0ab1"]})
     for document in (name, *(without_span(f"{name}{part}") for part in ("@0ab1", "[12:345]@0ab1", ""))):
         with pytest.raises(KvlabError, match=f"learnt from {re.escape(name)}"):
-            quality.apart([tables], [document])
-    quality.apart([tables], ["sotu/19620", "/data/a", "/data/me/notes"])
+            quality.require_unseen([tables], [document])
+    quality.require_unseen([tables], ["sotu/19620", "/data/a", "/data/me/notes"])
 
 
 def test_a_gate_never_keeps_more_and_equal_storage_is_equal():

@@ -126,7 +126,7 @@ def test_figure_2a_repeats_with_its_seed_and_its_trials_differ(small):
 
 
 def test_figure_2as_positions_are_where_they_are_said_to_be(trace):
-    found = dapq._random_conditions(trace, 50, N, 100, 5000, torch.Generator().manual_seed(0))
+    found = dapq._random_conditions(trace, 50, N, 5000, torch.Generator().manual_seed(0))
     true, length = trace.ids[trace.prompt_length :][:N], trace.prompt_length
     for condition, (ids, positions) in found.items():
         assert ids.shape == positions.shape == (50, N)

@@ -25,7 +25,9 @@ def test_contents_are_those_of_the_paper(lm, trace, monkeypatch):
     monkeypatch.setattr("kvlab.traces.passes.pseudo_queries", record)
     wanted = pseudo.contents(32, firsts=(2, 4), seeds=(5, 6))
     assert list(wanted) == ["F2L30", "F4L28", "RS_C", "RC_C", "Fix_C"]
-    recall.with_pseudo(lm, trace, [pseudo.asked(parameters) for variants in wanted.values() for parameters in variants])
+    recall.with_pseudo(
+        lm, trace, [pseudo.dapq_with(parameters) for variants in wanted.values() for parameters in variants]
+    )
     prompt, length = trace.ids[: trace.prompt_length].tolist(), trace.prompt_length
     f2, f4, rs, rs2, rc, rc2, fix = (ids.tolist() for ids, _ in fed.values())
     assert f2 == prompt[:2] + prompt[-30:] and f4 == prompt[:4] + prompt[-28:]
@@ -36,7 +38,7 @@ def test_contents_are_those_of_the_paper(lm, trace, monkeypatch):
     assert fix == (sentence * 32)[:32] and "Sorry, I don't know." in lm.tokenizer.decode(fix)
     assert all(positions.tolist() == list(range(length, length + 32)) for _, positions in fed.values())
     fed.clear()
-    recall.with_pseudo(lm, trace, [pseudo.asked(wanted["F4L28"][0])], start=0)
+    recall.with_pseudo(lm, trace, [pseudo.dapq_with(wanted["F4L28"][0])], start=0)
     assert fed[0][1].tolist() == list(range(32))
 
 
@@ -104,7 +106,7 @@ def test_figure_6b_rises_and_falls_by_its_table(lm, traces):
         assert found.metrics[f"length/best/{measure}/r24"] == wide.mean().idxmax()
     window = {"content": "first_last", "first": 1, "window": 8}
     again = [
-        recall.recalls(recall.with_pseudo(lm, t, [pseudo.asked(window)]), pseudo.asked(window, 48))["recall"]
+        recall.recalls(recall.with_pseudo(lm, t, [pseudo.dapq_with(window)]), pseudo.dapq_with(window, 48))["recall"]
         for t in traces
     ]
     assert found.metrics["length/recall/n8"] == pytest.approx(np.mean(again), abs=1e-6)
@@ -161,7 +163,7 @@ def test_mutual_attention_is_paired_by_window(small):
     assert found.metrics["mutual/loss_grows/recall"] == pytest.approx((gain[16] - gain[4]).mean())
     # By hand: the policy on a trace that was captured for it.
     given = {"content": "first_last", "first": 2, "window": 16, "softmax": "all"}
-    policy = pseudo.asked(given, 40)
+    policy = pseudo.dapq_with(given, 40)
     trace = traces[1]
     captured = kvlab.capture(lm, trace.ids[: trace.prompt_length], new_tokens=8, policies=[policy], pseudo=())
     value = pseudo.recalled(captured, policy.prefill(captured.prompt))

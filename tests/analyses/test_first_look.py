@@ -8,7 +8,6 @@ import pytest
 
 import kvlab
 from kvlab.analyses import exploring, first_look
-from kvlab.analyses.morphkv import windows
 from kvlab.errors import KvlabError
 
 
@@ -22,7 +21,7 @@ def test_the_worst_query_is_told_in_one_line(results):
     worst = first_look.worst(streaming)
     assert worst.mass_lost == float(streaming.mass_lost.max())
     assert float(streaming.mass_lost[worst.layer, worst.head, worst.step - 1]) == worst.mass_lost
-    assert str(first_look.Place(3, 1, 20, 0.456)) == "layer 3, head 1, step 20: 46% of its attention is gone"
+    assert str(first_look.LostQuery(3, 1, 20, 0.456)) == "layer 3, head 1, step 20: 46% of its attention is gone"
 
 
 def test_a_trace_without_tokens_has_none_to_show(random_traces):
@@ -33,8 +32,6 @@ def test_a_trace_without_tokens_has_none_to_show(random_traces):
     result = kvlab.replay(trace, kvlab.policy("streamingllm", budget=24))
     with pytest.raises(KvlabError, match="its tokens are not known"):
         first_look.lost_tokens("lm", trace, result, first_look.worst(result))
-    with pytest.raises(KvlabError, match="its tokens are not known"):
-        windows.repetition(trace)
 
 
 def test_three_measures_and_the_bytes_are_told_line_by_line(random_traces, results):

@@ -1,4 +1,4 @@
-"""MorphKV over long responses: windows after short prompts, groups, rivals, and facts told early and asked for late."""
+"""MorphKV over long responses: windows after short prompts, groups, rivals, and facts fact early and asked for late."""
 
 from __future__ import annotations
 
@@ -123,19 +123,19 @@ def test_snapkv_can_choose_little_where_its_window_is_as_large_as_its_entries(ra
 
 @pytest.fixture(scope="module")
 def texts(lm):
-    return facts.planted(lm, ["sotu/1962", "squad/Oxygen"], 100)
+    return facts.plant_facts(lm, ["sotu/1962", "squad/Oxygen"], 100)
 
 
 def test_a_fact_stands_at_the_beginning_and_is_asked_for_at_the_end(lm, texts):
     assert texts.ids.shape == (2, 100)
-    for row, (told, answers, begins) in enumerate(zip(texts.told, texts.answers, texts.question, strict=True)):
+    for row, (fact, answers, begins) in enumerate(zip(texts.fact, texts.answers, texts.question, strict=True)):
         ids = texts.ids[row]
-        code = lm.tokenizer.decode(ids[told.start : told.stop]).strip()
+        code = lm.tokenizer.decode(ids[fact.start : fact.stop]).strip()
         assert code.isdigit() and len(code) == facts.DIGITS
-        assert ids[-answers:].tolist() == ids[told.start : told.stop].tolist()
+        assert ids[-answers:].tolist() == ids[fact.start : fact.stop].tolist()
         assert lm.tokenizer.decode(ids[begins:]).strip().startswith("Question: what is the code of the")
-        assert told.stop < 30 < begins
-    codes = [texts.ids[row, told.start : told.stop].tolist() for row, told in enumerate(texts.told)]
+        assert fact.stop < 30 < begins
+    codes = [texts.ids[row, fact.start : fact.stop].tolist() for row, fact in enumerate(texts.fact)]
     assert codes[0] != codes[1]
 
 
@@ -143,10 +143,10 @@ def test_a_fact_stands_at_the_beginning_and_is_asked_for_at_the_end(lm, texts):
 def made_up(tiny):
     """A tiny model, and two random texts of 100 tokens with a code of four at 5 and at 7, asked for at their ends."""
     ids = prompt(100, 3, rows=2)
-    told = [range(5, 9), range(7, 11)]
-    for row, places in enumerate(told):
+    fact = [range(5, 9), range(7, 11)]
+    for row, places in enumerate(fact):
         ids[row, -4:] = ids[row, places.start : places.stop]
-    return tiny(), facts.Planted(["a", "b"], ids, told, [4, 4], [88, 90])
+    return tiny(), facts.PlantedFacts(["a", "b"], ids, fact, [4, 4], [88, 90])
 
 
 def test_facts_that_are_kept_cost_nothing_and_what_is_gone_is_not_stored(made_up):
@@ -156,7 +156,7 @@ def test_facts_that_are_kept_cost_nothing_and_what_is_gone_is_not_stored(made_up
         "morphkv_narrow": kvlab.policy("morphkv", budget=24, window=1, fusion="max"),
         "h2o": kvlab.policy("streamingllm", budget=24),  # under its name a method that surely loses the code
     }
-    found = facts.asked_late(lm, texts, 30, policies)
+    found = facts.measure(lm, texts, 30, policies)
     table = found.table.set_index(["policy", "document"])
     assert table.loc["morphkv", "nats"].abs().max() < 1e-3 and (table.loc["morphkv", "stored"] == 1).all()
     assert (table.loc["h2o", "stored"] == 0).all() and table.loc["h2o", "nats"].abs().max() > 1e-3
@@ -174,7 +174,7 @@ def test_what_is_lost_of_a_code_is_what_its_tokens_lose(made_up):
     """By one pass over the whole text with the full cache, and by a session that is stepped alone."""
     lm, texts = made_up
     narrow = kvlab.policy("morphkv", budget=24, window=2, fusion="max")
-    asked = facts.asked_late(lm, texts, 30, {"morphkv": narrow, "morphkv_narrow": narrow})
+    asked = facts.measure(lm, texts, 30, {"morphkv": narrow, "morphkv_narrow": narrow})
     ids, logits, stored = texts.ids[1], [], []
     full = lm.model(ids[None]).logits[0].log_softmax(-1)
     with kvlab.compress(lm.model, narrow) as session:
@@ -197,7 +197,7 @@ def test_what_is_lost_of_a_code_is_what_its_tokens_lose(made_up):
 
 
 def test_a_prompt_that_ends_before_the_fact_is_refused(lm, made_up):
-    with pytest.raises(KvlabError, match="a prompt of 8 tokens ends before the fact is told or after it is asked for"):
-        facts.asked_late(*made_up, 8, {})
+    with pytest.raises(KvlabError, match="a prompt of 8 tokens ends before the fact is fact or after it is asked for"):
+        facts.measure(*made_up, 8, {})
     with pytest.raises(KvlabError, match="tokens, and 999[0-9]+ are asked for between a fact and its question"):
-        facts.planted(lm, ["sotu/1962"], 10**6)
+        facts.plant_facts(lm, ["sotu/1962"], 10**6)

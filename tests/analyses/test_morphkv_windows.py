@@ -41,12 +41,6 @@ def test_another_kind_of_response_is_refused(lm):
         windows.long_response(lm, "sotu/1962", 64, 8, "beam")
 
 
-def test_repetition_is_a_share_of_what_occurred_before(random_traces):
-    cut = windows.continuation(random_traces[0], 60, 20)
-    cut.ids[60:80] = torch.arange(4).repeat(5)
-    assert windows.repetition(cut, n=4) == pytest.approx(13 / 17), "17 quadruples, of which four are different"
-
-
 # --- windows and fusions ---
 
 

@@ -24,7 +24,7 @@ from support.spread import students
 from support.tensors import layer
 
 from kvlab import papers
-from kvlab.analyses.rocketkv import budgets, lengths, printed
+from kvlab.analyses.rocketkv import budgets, design, printed
 from kvlab.errors import KvlabError
 from kvlab.methods import policy
 from kvlab.papers.verdict import judge
@@ -49,7 +49,7 @@ def found(traces):
 @pytest.fixture(scope="module")
 def longer():
     """Small traces with the queries of all tokens."""
-    return lengths.leads([random_trace(seed, 500, 8) for seed in (3, 5)], steps=12)
+    return design.leads([random_trace(seed, 500, 8) for seed in (3, 5)], steps=12)
 
 
 def test_the_largest_compression_says_whether_rivals_are_judged_where_the_paper_does(found):

@@ -10,8 +10,8 @@ import torch
 from support.claims import unmeasured
 from support.rocketkv import DIM, GROUP, HEADS, KV_HEADS, LAYERS, PROMPT, STEPS, TOTAL, random_traces, rows_of
 
-import kvlab
 from kvlab.analyses.rocketkv import common, design
+from kvlab.analyses.texts import continuation
 from kvlab.errors import KvlabError
 from kvlab.methods import policy
 from kvlab.render.figures import rocketkv_design as draw
@@ -63,12 +63,12 @@ def test_stages_end_where_snapkv_still_has_a_choice(traces):
     assert design.stages(traces) == (4, 8)
     snapkv = design.ladder(traces[0], round(TOTAL / 8))["snapkv"]
     assert snapkv.budget - snapkv.window >= 16
-    assert design.stages([design.truncated(traces[0], 300, 8)]) == (4,)
+    assert design.stages([continuation(traces[0], 300, 8)]) == (4,)
 
 
 def test_lengths_are_a_quarter_half_and_all_of_the_shortest_prompt(traces):
     assert design.lengths(traces) == (210, 430, 860)
-    cut = [*traces, design.truncated(traces[0], 480, 8)]
+    cut = [*traces, continuation(traces[0], 480, 8)]
     assert design.lengths(cut, steps=80) == (100, 200, 400)
 
 
@@ -125,33 +125,8 @@ def test_heads_that_agree_are_half_redundant(traces):
     assert design.redundancy(twins, policy("snapkv", budget=72, sets="head"))[0] == pytest.approx(0.5)
 
 
-def test_a_truncated_trace_is_that_of_the_shorter_prompt(tiny):
-    lm = tiny("tiny-llama-gqa")
-    ids = torch.randint(5, 90, (60,), generator=torch.Generator().manual_seed(2))
-    whole = kvlab.capture(lm, ids, new_tokens=4, policies=["keyformer"])
-    cut, alone = design.truncated(whole, 40, 6), kvlab.capture(lm, ids[:40], new_tokens=2, policies=["keyformer"])
-    assert (cut.prompt_length, cut.steps, cut.document) == (40, 6, whole.document)
-    torch.testing.assert_close(cut.prompt_keys, alone.prompt_keys, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(cut.prompt.queries, alone.prompt.queries, atol=1e-5, rtol=1e-4)
-    longer = kvlab.capture(lm, ids[:46], new_tokens=2, policies=["keyformer"])
-    torch.testing.assert_close(cut.response_queries, longer.prompt.queries[:, :, 40:], atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("n", [PROMPT - 7, PROMPT])
-def test_a_cut_must_lie_within_the_prompt(traces, n):
-    with pytest.raises(KvlabError, match=f"{n} \\+ 8 tokens cannot be cut out of a prompt of 900"):
-        design.truncated(traces[0], n, 8)
-
-
-def test_a_cut_needs_the_queries_of_all_tokens(traces):
-    trace = traces[0]
-    short = Trace.from_tensors(trace.queries[:, :, 300:], trace.keys, trace.values, PROMPT)
-    with pytest.raises(KvlabError, match="queries of its last 600; capture"):
-        design.truncated(short, 100, 8)
-
-
 def test_kernels_run_on_the_cut_prompts(pooling, traces):
-    cut = design.truncated(traces[1], 200, 8)
+    cut = continuation(traces[1], 200, 8)
     own = replay(cut, policy("rocketkv", budget=52, kernel=21)).summary
     row = rows_of(pooling, length=200, kernel=21).loc[traces[1].document]
     assert row["output_error"] == pytest.approx(own["output_error"]) and row["mass_lost"] == own["mass_lost"]

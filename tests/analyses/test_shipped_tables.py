@@ -73,14 +73,16 @@ def learnt_alone(folder, lm, budget, name="", **changed):
 def test_weights_learnt_one_head_at_a_time_are_found_by_their_budgets(tmp_path, monkeypatch, tiny):
     lm = tiny()
     monkeypatch.setattr(shipped_tables, "SHIPPED_ALONE", tmp_path)
-    assert shipped_tables.alone(lm) == {} and "none learnt" in shipped_tables.alone_in_words({})
+    assert shipped_tables.per_head_tables(lm) == {} and "none learnt" in shipped_tables.per_head_in_words({})
     files = [learnt_alone(tmp_path, lm, budget) for budget in (256, 64)]
     learnt_alone(tmp_path, lm, 64, "other", model="other", sha256="1" * 64)
-    found = shipped_tables.alone(lm)
+    found = shipped_tables.per_head_tables(lm)
     assert sorted(found) == [64, 256] and found[64].model == lm.name
-    assert "at 64, 256 entries" in shipped_tables.alone_in_words(found)
-    assert shipped_tables.alone(lm, files[:1]).keys() == {256} and shipped_tables.alone(lm, files[0]).keys() == {256}
-    assert shipped_tables.alone(lm, []) == shipped_tables.alone(lm, "") == {}
+    assert "at 64, 256 entries" in shipped_tables.per_head_in_words(found)
+    assert shipped_tables.per_head_tables(lm, files[:1]).keys() == {256} and shipped_tables.per_head_tables(
+        lm, files[0]
+    ).keys() == {256}
+    assert shipped_tables.per_head_tables(lm, []) == shipped_tables.per_head_tables(lm, "") == {}
 
 
 def test_other_files_are_no_weights_learnt_one_head_at_a_time(tmp_path, tiny):
@@ -93,12 +95,12 @@ def test_other_files_are_no_weights_learnt_one_head_at_a_time(tmp_path, tiny):
         (str(tmp_path / "absent.json"), "cannot read"),
     ):
         with pytest.raises(lookup.KvlabError, match=says):
-            shipped_tables.alone(lm, given)
+            shipped_tables.per_head_tables(lm, given)
 
 
 def test_the_default_model_s_weights_learnt_one_head_at_a_time(lm):
     """For the budgets of figure 2 that are shorter than all prompts; other models have none yet."""
-    found = shipped_tables.alone(lm)
+    found = shipped_tables.per_head_tables(lm)
     assert sorted(found) == [64, 128, 256, 512]
     held_apart = set(HELD_APART)
     for tables in found.values():

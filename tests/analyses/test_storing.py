@@ -101,7 +101,11 @@ def test_a_divergence_takes_from_its_trace_what_the_model_repeated(reader, monke
 
 def test_what_cannot_be_scored_is_refused(reader):
     with pytest.raises(KvlabError, match="2 tokens cannot be scored: 3 are needed"):
-        next(storing.under(reader, torch.ones(1, 40, dtype=torch.int64), torch.ones(2, dtype=torch.int64), []))
+        next(
+            storing.logits_of_systems(
+                reader, torch.ones(1, 40, dtype=torch.int64), torch.ones(2, dtype=torch.int64), []
+            )
+        )
 
 
 def test_a_system_is_read_off_at_the_bytes_of_each_document():
@@ -120,7 +124,7 @@ def test_differences_are_paired_at_equal_bytes():
     # two, rounded: 0.2 at 20 MiB and 0.1 at 40, the full cache rounded: 0.1 and 0.2.
     both = found.row(storing.BOTH, storage="rounded", policy="two", other="rounded", measure="kl")
     assert (both.value, both.low, both.high) == pytest.approx((0.0, *students((-0.1, 0.1))), rel=1e-4, abs=1e-9)
-    alone = found.row(storing.ALONE, share=0.2, policy="two", other="rounded", measure="kl")
+    alone = found.row(storing.BOTH_OR_EVICT, share=0.2, policy="two", other="rounded", measure="kl")
     assert alone.value == pytest.approx(0.5 - 0.2)
     assert not any("small" in name or "/0.9/" in name for name in found.metrics)
 

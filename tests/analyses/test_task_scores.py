@@ -73,9 +73,9 @@ def test_feeding_at_once_is_the_same_for_policies_that_rest_while_decoding(lm, n
 
 def test_where_nothing_is_evicted_the_question_may_come_later(lm, needle):
     wanted = [(POLICIES[0], "prompt"), (POLICIES[0], "context"), (POLICIES[1], "context"), (POLICIES[1], "prompt")]
-    whole, later, held_back, aware = scores.passes(lm, needle, wanted)
+    whole, later, unread, aware = scores.passes(lm, needle, wanted)
     assert later["nll"] == pytest.approx(whole["nll"], abs=1e-3)
-    assert held_back["nll"] != pytest.approx(aware["nll"], abs=1e-2)
+    assert unread["nll"] != pytest.approx(aware["nll"], abs=1e-2)
     (alone,) = scores.passes(lm, needle, [(POLICIES[1], "prompt")])
     assert alone["nll"] == pytest.approx(aware["nll"], abs=1e-3)  # though its prompt came in two pieces
 
@@ -189,12 +189,12 @@ def test_a_plan_asks_each_document_and_article_and_says_where_policies_compress(
         needle={"snapkv": [64, 128]},
         ruler={"h2o": [64]},
         qa={"dapq": [64]},
-        held_back={"snapkv": [64]},
+        context_only={"snapkv": [64]},
     )
     met = [[(policy.name, getattr(policy, "budget", None), place) for policy, place in pairs] for _, pairs in plan]
     needle = [("snapkv", 64, "prompt"), ("snapkv", 128, "prompt"), ("snapkv", 64, "context")]
     assert met == [needle, [("h2o", 64, "prompt")], [("dapq", 64, "prompt")]]
-    asked = planning.asked(plan)
+    asked = planning.questions_table(plan)
     assert asked["task"].tolist() == ["needle"] * 2 + ["ruler"] * 2 + ["qa"]
     assert asked["document"].tolist() == ["sotu/1962", "sotu/1975"] * 2 + ["squad/Oxygen"]
     assert asked["asked"].str.endswith("?").sum() >= 3 and "Answer:" not in set(asked["asked"])
@@ -299,7 +299,7 @@ def test_tasks_with_prompts_of_their_own_stand_apart_from_all():
 def test_what_the_claims_of_the_full_profile_ask_for_is_there():
     """By the policies and budgets that the full profile gives these tasks."""
     job = experiments.jobs("tasks_at_small_budgets", "full")[0].parameters
-    table = [row for task in gains.APART for row in rows(task, "full", None, [0.2, 0.4], [1, 1])]
+    table = [row for task in gains.FULL_PROFILE_TASKS for row in rows(task, "full", None, [0.2, 0.4], [1, 1])]
     for task, asked in (("tiny_needle", job["tiny_needle"]), ("single_3", job["identifier"])):
         for number, (policy, budgets) in enumerate(asked.items()):
             table += [row for b in budgets for row in rows(task, policy, b, [0.3 + number, 0.9], [0, 1])]

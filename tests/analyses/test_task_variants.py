@@ -91,7 +91,7 @@ def test_the_question_starts_zsmerges_scores_and_not_the_template_after_it(lm):
 
 def test_a_plan_tells_zsmerge_where_the_question_of_each_task_ends(lm):
     asks = {"zsmerge_question": [64]}
-    made = planning.plan(lm, ["sotu/1962"], ["squad/Oxygen"], 700, 0, needle=asks, ruler=asks, qa=asks, held_back={})
+    made = planning.plan(lm, ["sotu/1962"], ["squad/Oxygen"], 700, 0, needle=asks, ruler=asks, qa=asks, context_only={})
     ends = [policies[0][0].after for _, policies in made]
     assert ends == [planning.after_text(lm, items[0].example) for items, _ in made]
     assert ends[2] < ends[0], "the needle's answer is begun, the article's is not"
@@ -108,7 +108,7 @@ def test_filled_sets_have_the_weights_learnt_one_head_at_a_time_for_the_nearest_
     asks = {"compilerkv": [100], "compilerkv_filled": [100, 200], "compilerkv_twin": [200]}
     made = planning.plan(
         lm, ["sotu/1962"], ["squad/Oxygen"], 700, 0,
-        needle=asks, ruler=asks, qa=asks, held_back=asks, tables="smollm2-135m", alone=alone,
+        needle=asks, ruler=asks, qa=asks, context_only=asks, tables="smollm2-135m", per_head=alone,
     )  # fmt: skip
     joint = DecisionTables.load("smollm2-135m")
     for items, policies in made:
@@ -129,7 +129,7 @@ def test_filled_sets_are_those_of_a_file_with_these_weights(lm, needle, tmp_path
     ((ours, _),), ((joint, _),) = (
         planning.plan(
             lm, ["sotu/1962"], ["squad/Oxygen"], 700, 0,
-            needle=asks, ruler={}, qa={}, held_back={}, tables="smollm2-135m", alone=weights,
+            needle=asks, ruler={}, qa={}, context_only={}, tables="smollm2-135m", per_head=weights,
         )[0][1]
         for weights in (alone, {})
     )  # fmt: skip
@@ -142,7 +142,7 @@ def test_filled_sets_are_those_of_a_file_with_these_weights(lm, needle, tmp_path
 def test_texts_that_weights_were_learnt_from_may_be_asked_where_no_policy_has_them(lm):
     alone, asks = {64: learnt_alone(64, 1, ("sotu/1962@abc",))}, {"compilerkv": [64]}
     assert planning.plan(
-        lm, ["sotu/1962"], ["squad/Oxygen"], 700, 0, needle=asks, ruler=asks, qa=asks, held_back={}, alone=alone
+        lm, ["sotu/1962"], ["squad/Oxygen"], 700, 0, needle=asks, ruler=asks, qa=asks, context_only={}, per_head=alone
     )
 
 
@@ -152,5 +152,5 @@ def test_a_plan_refuses_texts_that_weights_were_learnt_from(lm):
         with pytest.raises(KvlabError, match=f"learnt from {seen}"):
             planning.plan(
                 lm, ["sotu/1962"], ["squad/Oxygen"], 700, 0,
-                needle=asks, ruler=asks, qa=asks, held_back={}, alone={64: learnt_alone(64, 1, (f"{seen}@abc",))},
+                needle=asks, ruler=asks, qa=asks, context_only={}, per_head={64: learnt_alone(64, 1, (f"{seen}@abc",))},
             )  # fmt: skip

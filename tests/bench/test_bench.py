@@ -16,7 +16,7 @@ from kvlab.errors import KvlabError
 from kvlab.instruments import probes
 from kvlab.workbench import listing
 
-TINY = timing.Subject(shape="tiny-llama-gqa", device="cpu", dtype="float32")
+TINY = timing.BenchmarkModel(shape="tiny-llama-gqa", device="cpu", dtype="float32")
 QUICK = ["--shape", "tiny-llama-gqa", "--device", "cpu"]
 
 
@@ -71,7 +71,7 @@ def test_the_lower_bound_is_bytes_over_bandwidth(monkeypatch):
     model = TINY.load().model
     read = sum(weight.nbytes for name, weight in model.named_parameters() if "embed_tokens" not in name)
     assert bound == pytest.approx((read + (96 + 5) * 2 * 2 * 2 * 16 * 4) / 1e6)
-    tied = timing.Subject(shape="tiny-gemma", device="cpu", dtype="float32").load().model
+    tied = timing.BenchmarkModel(shape="tiny-gemma", device="cpu", dtype="float32").load().model
     assert meters.weight_bytes(tied) == sum(weight.nbytes for weight in tied.parameters())
 
 

@@ -13,13 +13,13 @@ from support.texts import FERRY
 import kvlab
 from kvlab import compile as compiling
 from kvlab.compile import evidence, marginal
-from kvlab.compile.marginal import Alone, Tried
+from kvlab.compile.marginal import ActionEffects, MarginalSettings
 from kvlab.errors import KvlabError
 from kvlab.inputs.corpus import Document
 from kvlab.methods import policy
 from kvlab.methods._base.lookup import DecisionTables
 
-SETTINGS = Alone(
+SETTINGS = MarginalSettings(
     budgets=(12, 24),
     lengths=(60, 110),
     new_tokens=4,
@@ -47,7 +47,7 @@ def test_what_a_change_does_is_what_replays_say(reader, measured):
         return kvlab.replay(trace, one).mass_lost.double().mean((1, 2))
 
     for budget in SETTINGS.budgets:
-        found = measured.tried(budget)
+        found = measured.effects(budget)
         with pytest.warns(UserWarning, match="neutral"):
             base = lost(budget, {})
         weights = np.ones((2, 4))
@@ -64,13 +64,13 @@ def test_what_a_change_does_is_what_replays_say(reader, measured):
 
 def test_budgets_that_were_not_tried_and_prompts_that_fit_are_refused(reader, measured):
     with pytest.raises(KvlabError, match="only at 12, 24"):
-        measured.tried(13)
+        measured.effects(13)
     with pytest.raises(KvlabError, match="nothing to learn"):
-        Alone(budgets=(60,), lengths=(60,))
+        MarginalSettings(budgets=(60,), lengths=(60,))
     with pytest.raises(KvlabError, match="fits a budget of 59"):
         compiling.measure(reader, SETTINGS.replace(budgets=(59,)), [Document("short", "Seven.")])
     with pytest.raises(KvlabError, match="weights"):
-        Alone(weights=(0.5, 2.0))
+        MarginalSettings(weights=(0.5, 2.0))
 
 
 def test_a_run_that_was_cut_off_goes_on_where_it_stopped(reader, measured, tmp_path, monkeypatch):
@@ -143,7 +143,9 @@ def planted(risk, retained, entropy):
     """One layer, thresholds 0, 0.3 and 0.6; perplexity plays no part."""
     n = len(entropy)
     risk, retained = (np.array(part, dtype=float)[:, None] for part in (risk, retained))
-    return Tried(np.zeros((n, 4, 4)), risk, retained, [f"c{i}" for i in range(n)], np.array(entropy), np.full(n, 9.0))
+    return ActionEffects(
+        np.zeros((n, 4, 4)), risk, retained, [f"c{i}" for i in range(n)], np.array(entropy), np.full(n, 9.0)
+    )
 
 
 def test_thresholds_of_each_cell_by_hand():

@@ -99,7 +99,7 @@ def test_head_scores_name_their_layers(reader, tmp_path):
 def test_the_memory_of_other_layers_is_a_row_of_its_own(monkeypatch):
     monkeypatch.setattr(timing, "peak_bytes", lambda *_: 1)
     chosen = timing.contenders(["snapkv"], [48])
-    subject = timing.Subject(shape="hybrid-gemma3", device="cpu", dtype="float32")
+    subject = timing.BenchmarkModel(shape="hybrid-gemma3", device="cpu", dtype="float32")
     table = timing.measure("memory", subject, chosen, contexts=[96], new_tokens=4, repeats=1)
     values = table.set_index(["policy", "metric"])["value"]
     # Three windows of 16 tokens keep 15 entries each, whatever becomes of the others.

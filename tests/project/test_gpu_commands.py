@@ -118,7 +118,7 @@ def test_bench_takes_the_gpu(task, monkeypatch, capsys, tmp_path):
     if task == "memory":
         chosen = timing.contenders(["snapkv", "dapq"], [40])
         monkeypatch.setattr(timing, "peak_bytes", lambda *_: 0)
-        on_cpu = timing.measure(task, timing.Subject(device="cpu", **TINY), chosen, [64], 2, 1)
+        on_cpu = timing.measure(task, timing.BenchmarkModel(device="cpu", **TINY), chosen, [64], 2, 1)
         sizes = on_cpu[on_cpu["metric"] != "peak_bytes"]["value"].tolist()
         assert table["value"].tolist() == sizes
 
@@ -131,7 +131,9 @@ def test_peak_memory_is_the_gpus_own_count(monkeypatch):
         with memory.Peak(device) as peak:
             pass
         assert peak.bytes == 250
-        table = timing.measure("memory", timing.Subject(device="auto", **TINY), timing.contenders([]), [64], 2, 1)
+        table = timing.measure(
+            "memory", timing.BenchmarkModel(device="auto", **TINY), timing.contenders([]), [64], 2, 1
+        )
         assert table.set_index("metric")["value"]["peak_bytes"] == 250
 
 

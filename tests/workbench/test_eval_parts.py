@@ -152,7 +152,7 @@ def test_the_figure_has_the_same_answers_of_another_moment_too():
         replace(other[0], key="b", signature="m|t|p|compress at prompt|v2"),
         replace(other[0], key="c", example="another"),
     ]
-    assert turns.both_moments(FOUND, [*FOUND, *other, *strangers]) == [*FOUND, *other]
+    assert turns.with_counterparts(FOUND, [*FOUND, *other, *strangers]) == [*FOUND, *other]
 
 
 def test_turns_and_modes_are_kept_and_shown(tmp_path):

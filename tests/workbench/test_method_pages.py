@@ -23,7 +23,7 @@ from kvlab.methods import Policy, registry
 from kvlab.replays.run import replay
 from kvlab.traces import shared
 from kvlab.workbench import method_pages
-from kvlab.workbench.method_pages import Found, Told
+from kvlab.workbench.method_pages import Found, PolicyDocstring
 
 PAGES = ROOT / "docs" / "policies"
 
@@ -174,7 +174,7 @@ def test_what_is_not_the_default_is_said(found):
 
 @pytest.mark.parametrize("name", kvlab.policies())
 def test_every_docstring_makes_a_page(name):
-    told = Told.by(registry()[name])
+    told = PolicyDocstring.of(registry()[name])
     assert told.paper and told.cost.endswith((".", ")"))
     sentences = method_pages._END.split(told.idea)
     assert len(sentences) == 3 and all(each[0].isupper() or each[0] in '`"' for each in sentences), sentences
@@ -189,7 +189,7 @@ def test_a_docstring_that_tells_too_little_is_refused():
         name: ClassVar[str] = "mute"
 
     with pytest.raises(KvlabError, match="the docstring of mute"):
-        Told.by(Mute)
+        PolicyDocstring.of(Mute)
 
 
 def test_pages_and_pictures_are_written_and_the_work_is_told(reader, settings, own_traces, tmp_path):
@@ -248,7 +248,7 @@ def test_the_command_writes_what_it_is_asked_for(capsys, reader, settings, own_t
 @pytest.mark.parametrize("name", kvlab.policies())
 def test_every_policy_has_a_page_with_a_small_figure(name):
     text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
-    told = Told.by(registry()[name])
+    told = PolicyDocstring.of(registry()[name])
     assert text.startswith(f"# {name}\n") and told.paper in text and told.idea in text
     assert 0 < (PAGES / "figures" / f"{name}.png").stat().st_size < 60_000
 

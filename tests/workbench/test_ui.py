@@ -22,7 +22,7 @@ def number(project):
 
 
 def test_without_a_server_the_command_that_starts_one_is_told(number, project):
-    link, how = ui.told([EXPERIMENT]).splitlines()
+    link, how = ui.link_text([EXPERIMENT]).splitlines()
     assert link.startswith(f"http://127.0.0.1:5000/#/experiments/{number}/runs")
     words = shlex.split(how.partition("once this runs: ")[2])
     assert words[0] == "MLFLOW_DISABLE_TELEMETRY=true" and words[1].endswith("mlflow") and words[2] == "server"
@@ -32,7 +32,7 @@ def test_without_a_server_the_command_that_starts_one_is_told(number, project):
 
 def test_the_ui_of_make_lab_is_known_while_it_answers(number, health):
     ui.note().write_text(health.uri)
-    assert ui.told([EXPERIMENT]) == f"{health.uri}/#/experiments/{number}/runs?workflowType=machine_learning"
+    assert ui.link_text([EXPERIMENT]) == f"{health.uri}/#/experiments/{number}/runs?workflowType=machine_learning"
     health.code = 503
     assert ui.running() is None
     ui.note().write_text("")
@@ -47,7 +47,7 @@ def test_a_tracking_server_is_its_own_ui(number, health, monkeypatch):
 def test_several_experiments_have_one_table(number, project, health):
     ui.note().write_text(health.uri)
     other = database.experiment_id(database.client(), "other")
-    link = unquote(ui.told([EXPERIMENT, "other", "never run"]))
+    link = unquote(ui.link_text([EXPERIMENT, "other", "never run"]))
     assert link.startswith(
         f"{health.uri}/#/compare-experiments/s?experiments={json.dumps([number, other])}".replace(" ", "") + "&"
     )

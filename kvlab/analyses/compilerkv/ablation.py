@@ -8,8 +8,7 @@ import pandas as pd
 
 from kvlab.analyses.compilerkv.quality import MEASURES, by_document, by_method, sweep
 from kvlab.analyses.compilerkv.variants import ABLATIONS, RawAttention, ladder
-from kvlab.analyses.findings import Findings
-from kvlab.lib.intervals import interval
+from kvlab.analyses.findings import Findings, estimates
 from kvlab.methods import Policy, policy
 from kvlab.traces.trace import Trace
 
@@ -99,13 +98,13 @@ def steps_to_snapkv(traces: Sequence[Trace], shares: Sequence[float]) -> Finding
     errors = dict(by_document(findings.table, "error").items())
     for share in shares:
         at = percent(share)
-        steps, off = ([values[name, share] for name in ladder(share)] for values in (lost, errors))
+        steps, step_errors = ([values[name, share] for name in ladder(share)] for values in (lost, errors))
         for number, losses in enumerate(steps):
             findings.add(STEP, losses, step=number, percent=at)
         findings.add_difference(NORMS_SPARE, steps[0], steps[1], percent=at)
         findings.add_difference(MODEL_MEAN_SPARES, steps[2], steps[0], percent=at)
-        findings.add_difference(NORMS_SPARE_ERROR, off[0], off[1], percent=at)
-        findings.add_difference(MODEL_MEAN_SPARES_ERROR, off[2], off[0], percent=at)
+        findings.add_difference(NORMS_SPARE_ERROR, step_errors[0], step_errors[1], percent=at)
+        findings.add_difference(MODEL_MEAN_SPARES_ERROR, step_errors[2], step_errors[0], percent=at)
         findings.add_difference(ONE_SET_COSTS, steps[1], steps[4], percent=at)
         findings.add_difference(AGAINST_SNAPKV, steps[1], steps[6], percent=at)
         findings.set(HEADS_WORSE, (against_snapkv(findings, share) > 0).to_numpy().mean(), percent=at)
@@ -121,13 +120,13 @@ def against_snapkv(steps: Findings, share: float) -> pd.DataFrame:
     """Attention lost by neutral CompilerKV minus that lost by SnapKV, averaged over documents: a row for each layer, a
     column for each query head.
     """
-    _, ours, *_, theirs = ladder(share)
+    _, ours, *_, snapkv = ladder(share)
     at = steps.table.query("budget == @share")
     lost = {
         name: 1 - at.query("method == @name").pivot_table(index="layer", columns="head", values="kept")
-        for name in (ours, theirs)
+        for name in (ours, snapkv)
     }
-    return lost[ours] - lost[theirs]
+    return lost[ours] - lost[snapkv]
 
 
 def by_layer(steps: Findings, share: float) -> pd.DataFrame:
@@ -136,14 +135,12 @@ def by_layer(steps: Findings, share: float) -> pd.DataFrame:
     Returns:
         method, layer, value, low, high (over documents).
     """
-    names, rows = list(ladder(share)), []
+    names, groups = list(ladder(share)), []
     at = steps.table.query("budget == @share")
     for name in (names[1], names[4], names[6]):
         kept = at.query("method == @name").pivot_table(index="document", columns="layer", values="kept")
-        for layer, losses in (1 - kept).items():
-            low, high = interval(losses)
-            rows.append({"method": name, "layer": layer, "value": losses.mean(), "low": low, "high": high})
-    return pd.DataFrame(rows)
+        groups += [((name, layer), losses) for layer, losses in (1 - kept).items()]
+    return estimates(groups, ["method", "layer"])
 
 
 def differences_in_words(steps: Findings) -> str:

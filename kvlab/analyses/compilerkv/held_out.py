@@ -12,9 +12,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvlab.analyses.compilerkv.quality import apart
+from kvlab.analyses.compilerkv.quality import require_unseen
 from kvlab.analyses.compilerkv.tables import visits
-from kvlab.analyses.compilerkv.variants import static_thresholds
+from kvlab.analyses.compilerkv.variants import static_thresholds, with_numbers
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.texts import DOCUMENTS, without_span
 from kvlab.compile import Settings
@@ -73,31 +73,22 @@ def variants(tables: DecisionTables, shuffles: int = 3, seed: int = 0) -> dict[s
     heads, risk, seen = np.array(tables.heads), np.array(tables.risk), visits(tables) > 0
     static = static_thresholds(tables).numpy()
     made = {
-        "neutral": _with(tables, None, None),
+        "neutral": with_numbers(tables, None, None),
         "learnt": tables,
-        "heads": _with(tables, heads, None),
-        "static": _with(tables, heads, np.broadcast_to(static[:, None, None], risk.shape)),
+        "heads": with_numbers(tables, heads, None),
+        "static": with_numbers(tables, heads, np.broadcast_to(static[:, None, None], risk.shape)),
     }
     rng = np.random.default_rng(seed)
     # The heads of a group act as one and carry one weight; whole groups change places.
     group = heads.shape[1] // (tables.model_extra or {})["kv_heads"]
     for number in range(shuffles):
         parts = rng.permutation(heads.reshape(-1, group)).reshape(heads.shape)
-        made[f"shuffled heads {number + 1}"] = _with(tables, parts, None)
+        made[f"shuffled heads {number + 1}"] = with_numbers(tables, parts, None)
     for number in range(shuffles):
         moved = risk.copy()
         moved[:, seen] = rng.permuted(risk[:, seen], axis=1)
-        made[f"shuffled risk {number + 1}"] = _with(tables, heads, moved)
+        made[f"shuffled risk {number + 1}"] = with_numbers(tables, heads, moved)
     return made
-
-
-def _with(tables: DecisionTables, heads: np.ndarray | None, risk: np.ndarray | None) -> DecisionTables:
-    return DecisionTables(
-        heads=None if heads is None else heads.tolist(),
-        risk=None if risk is None else risk.tolist(),
-        entropy=tables.entropy,
-        perplexity=tables.perplexity,
-    )
 
 
 def windows(lm: LM, documents: Sequence[str], tokens: int, continuation: int, per_document: int) -> list[Context]:
@@ -147,7 +138,7 @@ def held_out(
     Raises:
         KvlabError: a document that one of the tables was learnt from.
     """
-    apart(tables.values(), corpus.named(documents))
+    require_unseen(tables.values(), corpus.named(documents))
     settings = Settings(budget=budget, lengths=(tokens,), continuation=continuation)
     contexts = windows(lm, documents, tokens, continuation, per_document)
     rows = []
@@ -224,13 +215,13 @@ def _compared(table: pd.DataFrame) -> Findings:
             findings.add(MEAN, values, measure=measure, variant=str(kind).replace(" ", "_"))
     for measure, short in (("nll_change", "nll"), ("mass_lost", "mass")):
         values = dict(kinds.pivot_table(index="window", columns="kind", values=measure).items())
-        for comparison, (ours, other) in PAIRS.items():
-            if {ours, other} <= set(values):
-                findings.add_difference(GAIN, values[other], values[ours], measure=short, comparison=comparison)
+        for comparison, (learnt, other) in PAIRS.items():
+            if {learnt, other} <= set(values):
+                findings.add_difference(GAIN, values[other], values[learnt], measure=short, comparison=comparison)
         for comparison, other in GATES.items():
             if {"ungated learnt", f"ungated {other}"} <= set(values):
-                ours, theirs = (values[f"ungated {gate}"] - values[gate] for gate in ("learnt", other))
-                findings.add_difference(GAIN, ours, theirs, measure=short, comparison=comparison)
+                learnt, control = (values[f"ungated {gate}"] - values[gate] for gate in ("learnt", other))
+                findings.add_difference(GAIN, learnt, control, measure=short, comparison=comparison)
     return findings
 
 
@@ -256,7 +247,7 @@ def continuation_attention(prefill: Prefilled) -> Tensor:
     return torch.stack([shares[layer] for layer in range(len(prefill.prompts))])
 
 
-def by_variant(held: Findings) -> pd.DataFrame:
+def by_variant(held_out: Findings) -> pd.DataFrame:
     """Means over windows of what `held_out` measured: a row for each kind of table."""
-    kinds = held.table.groupby(held.table["variant"].map(_kind), sort=False)
+    kinds = held_out.table.groupby(held_out.table["variant"].map(_kind), sort=False)
     return kinds.agg({"nll_change": "mean", "mass_lost": "mean", "entries": "mean"}).round(4)

@@ -90,8 +90,8 @@ def reliability(samples: Mapping[str, Samples], settings: Settings, splits: int 
     for table, of_table in samples.items():
         products = np.array([_split(table, of_table, free, rng) for _ in range(splits)])
         seen = np.flatnonzero((~np.isnan(products)).any((0, 2)))
-        together, alone = np.nanmean(products[:, seen], 0).T
-        frames[table] = pd.DataFrame({"table": table, "state": seen, "together": together, "alone": alone})
+        product, square = np.nanmean(products[:, seen], 0).T
+        frames[table] = pd.DataFrame({"table": table, "state": seen, "together": product, "alone": square})
     findings = Findings(pd.concat(frames.values(), ignore_index=True))
     for table, frame in frames.items():
         if (frame["alone"] > 0).sum() < 2:
@@ -117,8 +117,8 @@ def _split(table: str, samples: Samples, settings: Settings, rng: np.random.Gene
     return np.where(both, np.stack([(x * y).mean(1), ((x**2 + y**2) / 2).mean(1)], 1), np.nan)
 
 
-def _ratio(together: np.ndarray, alone: np.ndarray, axis: int = -1) -> np.ndarray:
-    return together.sum(axis) / alone.sum(axis)
+def _ratio(product: np.ndarray, square: np.ndarray, axis: int = -1) -> np.ndarray:
+    return product.sum(axis) / square.sum(axis)
 
 
 def _part(samples: Samples, chosen: np.ndarray) -> Samples:

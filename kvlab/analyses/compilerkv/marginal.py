@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from kvlab.analyses.compilerkv.quality import apart, by_method, sweep
-from kvlab.analyses.compilerkv.signal import F, P
-from kvlab.analyses.compilerkv.variants import static_thresholds
+from kvlab.analyses.compilerkv.quality import by_method, require_unseen, sweep
+from kvlab.analyses.compilerkv.signal import p_value, tested
+from kvlab.analyses.compilerkv.variants import static_thresholds, with_numbers
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.texts import plain_name, to_summarise
 from kvlab.compile import evidence
-from kvlab.compile.marginal import Alone, Planner, Tried
+from kvlab.compile.marginal import ActionEffects, MarginalSettings, Planner
 from kvlab.errors import KvlabError
 from kvlab.methods import policy
 from kvlab.methods._base.lookup import DecisionTables
@@ -37,29 +37,29 @@ COMPARED = {
 """How the differences of `held_out` are named for a reader."""
 
 
-def prompts(lm: LM, documents: Sequence[Document], settings: Alone, n: int) -> list[Document]:
+def prompts(lm: LM, documents: Sequence[Document], settings: MarginalSettings, n: int) -> list[Document]:
     """Requests to summarise parts of documents, in the evaluations' format: documents and lengths take turns, the seed
     draws the places.
 
     Raises:
         KvlabError: no document is long enough for any of the lengths.
     """
-    rng, seams = np.random.default_rng([settings.seed, 4]), 16
+    rng, slack = np.random.default_rng([settings.seed, 4]), 16
     sizes = {document.name: document.tokens(lm) for document in documents}
-    fitting = [document for document in documents if sizes[document.name] >= min(settings.lengths) + seams]
+    fitting = [document for document in documents if sizes[document.name] >= min(settings.lengths) + slack]
     if not fitting:
-        raise KvlabError(f"no document has the {min(settings.lengths) + seams} tokens that a prompt takes")
+        raise KvlabError(f"no document has the {min(settings.lengths) + slack} tokens that a prompt takes")
     made = []
     for number in range(n):
         document = fitting[number % len(fitting)]
-        wanted = settings.lengths[(number + number // len(fitting)) % len(settings.lengths)]
-        tokens = min(wanted, sizes[document.name] - seams)
-        start = int(rng.integers(sizes[document.name] - tokens - seams + 1))
-        made.append(to_summarise(lm, document.window(lm, tokens + seams, start), tokens))
+        length = settings.lengths[(number + number // len(fitting)) % len(settings.lengths)]
+        tokens = min(length, sizes[document.name] - slack)
+        start = int(rng.integers(sizes[document.name] - tokens - slack + 1))
+        made.append(to_summarise(lm, document.window(lm, tokens + slack, start), tokens))
     return made
 
 
-def signal(found: Tried, settings: Alone, exchanges: int = 999, seed: int = 0) -> Findings:
+def signal(effects: ActionEffects, settings: MarginalSettings, exchanges: int = 999, seed: int = 0) -> Findings:
     """Do the trials of one change at a time hold a signal?
 
     `alone_heads`: do changes of heads move the attention that is lost at all? Under the null the changes of a context
@@ -73,26 +73,18 @@ def signal(found: Tried, settings: Alone, exchanges: int = 999, seed: int = 0) -
         cell, or no two contexts in a cell that differ.
     """
     rng, rows = np.random.default_rng(seed), []
-    changes = np.delete(found.heads, settings.at_rest("heads"), 2).reshape(len(found.names), -1)
+    changes = np.delete(effects.heads, settings.at_rest("heads"), 2).reshape(len(effects.names), -1)
     if len(changes) > 1 and changes.any():
         signs = rng.choice([-1.0, 1.0], (exchanges, len(changes), 1))
-        exchanged = [_mean_over_spread(changes * sign) for sign in signs]
-        rows.append(_row("alone_heads", _mean_over_spread(changes), exchanged))
-    cell, costs = evidence.cells_of(found, settings)[0], found.risk.reshape(len(found.names), -1)
+        f, exchanged = _mean_over_spread(changes), [_mean_over_spread(changes * sign) for sign in signs]
+        rows.append({"question": "alone_heads", "f": f, "p": p_value(f, exchanged)})
+    cell, costs = evidence.cells_of(effects, settings)[0], effects.risk.reshape(len(effects.names), -1)
     names = np.unique(cell)
     if len(names) > 1 and any(np.ptp(costs[cell == name], 0).any() for name in names):
         exchanged = [_between_over_within(costs, rng.permutation(cell)) for _ in range(exchanges)]
-        rows.append(_row("alone_risk", _between_over_within(costs, cell), exchanged))
-    findings = Findings(pd.DataFrame(rows, columns=["question", "f", "p"]))
-    for row in rows:
-        findings.set(P, row["p"], question=row["question"])
-        findings.set(F, row["f"], question=row["question"])
-    return findings
-
-
-def _row(question: str, f: float, exchanged: Sequence[float]) -> dict[str, str | float]:
-    as_large = 1 + sum(other >= f * (1 - 1e-12) for other in exchanged)
-    return {"question": question, "f": f, "p": as_large / (len(exchanged) + 1)}
+        f = _between_over_within(costs, cell)
+        rows.append({"question": "alone_risk", "f": f, "p": p_value(f, exchanged)})
+    return tested(rows, ["question", "f", "p"])
 
 
 def _mean_over_spread(changes: np.ndarray) -> float:
@@ -123,7 +115,7 @@ def held_out(traces: Sequence[Trace], tables: Mapping[int, DecisionTables]) -> F
     Raises:
         KvlabError: a prompt whose document the tables were learnt from.
     """
-    apart(tables.values(), map(plain_name, traces))
+    require_unseen(tables.values(), map(plain_name, traces))
     settings: dict[str, CompilerKV] = {}
     for budget, of_budget in tables.items():
         heads, risk = np.array(of_budget.heads), np.array(of_budget.risk)
@@ -132,61 +124,48 @@ def held_out(traces: Sequence[Trace], tables: Mapping[int, DecisionTables]) -> F
         assert isinstance(base, CompilerKV)
         settings |= {
             f"neutral/{budget}": base,
-            f"heads/{budget}": base.using(_with(of_budget, heads, None)),
+            f"heads/{budget}": base.using(with_numbers(of_budget, heads, None)),
             f"gated/{budget}": base.using(of_budget),
-            f"static/{budget}": base.using(_with(of_budget, heads, static)),
+            f"static/{budget}": base.using(with_numbers(of_budget, heads, static)),
         }
     findings = Findings(sweep(traces, list(settings.items())))
     stored = {str(name): column.mean() for name, column in by_method(findings.table, "stored").items()}
-    twins = {
+    ungated = {
         f"ungated {kind}/{budget}": settings[f"heads/{budget}"].replace(
             budget=max(1, round(stored[f"{kind}/{budget}"]))
         )
         for budget in tables
         for kind in ("gated", "static")
     }
-    findings.table = pd.concat([findings.table, sweep(traces, list(twins.items()))], ignore_index=True)
+    findings.table = pd.concat([findings.table, sweep(traces, list(ungated.items()))], ignore_index=True)
     kept = {str(name): column for name, column in by_method(findings.table, "kept").items()}
     for name, column in kept.items():
         variant, _, budget = name.rpartition("/")
         findings.add(KEPT, column, variant=variant.replace(" ", "_"), budget=int(budget))
     for budget, of_budget in tables.items():
         at = {variant: kept[f"{variant}/{budget}"] for variant in ("neutral", "heads", "gated", "static")}
-        spared = {kind: at[kind] - kept[f"ungated {kind}/{budget}"] for kind in ("gated", "static")}
+        gains = {kind: at[kind] - kept[f"ungated {kind}/{budget}"] for kind in ("gated", "static")}
         findings.add_difference(GAIN, at["heads"], at["neutral"], comparison="heads", budget=budget)
-        findings.add(GAIN, spared["gated"], comparison="gate", budget=budget)
-        findings.add_difference(GAIN, spared["gated"], spared["static"], comparison="risk", budget=budget)
+        findings.add(GAIN, gains["gated"], comparison="gate", budget=budget)
+        findings.add_difference(GAIN, gains["gated"], gains["static"], comparison="risk", budget=budget)
         findings.set(CHANGED, (np.array(of_budget.heads) != 1).mean(), budget=budget)
     # The bins of risk are the same at all budgets.
-    findings.set(CELLS, _cells_met(traces, next(iter(tables.values()))))
+    findings.set(CELLS, _visited_cells(traces, next(iter(tables.values()))))
     return findings
 
 
-def _with(tables: DecisionTables, heads: np.ndarray, risk: np.ndarray | None) -> DecisionTables:
-    if risk is None:
-        return DecisionTables(heads=heads.tolist(), risk=None)
-    return DecisionTables(
-        heads=heads.tolist(),
-        risk=risk.tolist(),
-        entropy=tables.entropy,
-        perplexity=tables.perplexity,
-        entropy_edges=tables.entropy_edges,
-        perplexity_edges=tables.perplexity_edges,
-    )
-
-
-def _cells_met(traces: Sequence[Trace], tables: DecisionTables) -> int:
+def _visited_cells(traces: Sequence[Trace], tables: DecisionTables) -> int:
     planner, found = Planner(budget=1), set()
     for trace in traces:
         risks = planner.risk(planner.planned(trace.prompt))
-        found.add(tuple(int(place[0]) for place in tables.cell(*risks)))
+        found.add(tuple(int(index[0]) for index in tables.cell(*risks)))
     return len(found)
 
 
-def in_words(held: Findings) -> str:
+def in_words(held_out: Findings) -> str:
     """A line for each budget and comparison."""
     return "\n".join(
         f"{row['budget']:5} entries, {COMPARED[row['comparison']]:56}{row['value']:+.4f}   "
         f"{row['low']:+.4f} to {row['high']:+.4f}"
-        for row in held.frame(GAIN).to_dict("records")
+        for row in held_out.frame(GAIN).to_dict("records")
     )

@@ -61,7 +61,7 @@ FLATTER, FLATTER_FILLED = "flatter/{rival}", "flatter_filled/{rival}"
 LEAD, LEAD_FILLED = "lead/{rival}/{budget}", "lead_filled/{rival}/{budget}"
 CLAMPED = "clamped/{budget}"
 RETAINED, RECALLED, LOST = "retained/{method}", "recalled/{method}", "lost/{method}"
-HELD = "stored/{method}"
+STORED = "stored/{method}"
 GAIN, GAIN_FILLED = "gain/{measure}/{rival}", "gain_filled/{measure}/{rival}"
 GAIN_TWIN = "gain_twin/{measure}/{rival}"
 
@@ -89,17 +89,17 @@ def methods(budget: int | float, tables: str | None, weights: DecisionTables | N
     return {"compilerkv": ours, "filled": filled} | {name: policy(name, budget=budget) for name in RIVALS}
 
 
-def nearest(alone: Mapping[int, DecisionTables], entries: float) -> DecisionTables | None:
+def nearest(per_head: Mapping[int, DecisionTables], entries: float) -> DecisionTables | None:
     """The weights that were learnt for the budget whose ratio to `entries` is nearest to 1, without thresholds, which
     filled sets do not need; None where none were learnt.
     """
-    if not alone:
+    if not per_head:
         return None
-    at = min(alone, key=lambda budget: (abs(math.log(budget / entries)), budget))
-    return DecisionTables(model=alone[at].model, heads=alone[at].heads, risk=None)
+    at = min(per_head, key=lambda budget: (abs(math.log(budget / entries)), budget))
+    return DecisionTables(model=per_head[at].model, heads=per_head[at].heads, risk=None)
 
 
-def apart(tables: Iterable[DecisionTables], documents: Iterable[str]) -> None:
+def require_unseen(tables: Iterable[DecisionTables], documents: Iterable[str]) -> None:
     """Raises KvlabError where a document that is judged on is one that any of the tables was learnt from.
 
     documents: names, as `corpus.named` gives them (`texts.plain_name` has those of traces).
@@ -150,8 +150,8 @@ def _by_head(trace: Trace, method: Policy) -> pd.DataFrame:
             "error": replay.output_error.mean(-1),
             "stored": stored.repeat_interleave(group, 1),
         }
-        places = pd.MultiIndex.from_product([trace.layers, range(trace.heads)], names=["layer", "head"])
-        frame = pd.DataFrame({key: value.flatten().double().numpy() for key, value in of_heads.items()}, index=places)
+        rows = pd.MultiIndex.from_product([trace.layers, range(trace.heads)], names=["layer", "head"])
+        frame = pd.DataFrame({key: value.flatten().double().numpy() for key, value in of_heads.items()}, index=rows)
         return frame.reset_index().assign(entries=replay.budget)
 
     # As numbers, one entry and the whole prompt are equal budgets.
@@ -179,13 +179,13 @@ def figure_2(
     traces: Sequence[Trace],
     budgets: Sequence[int] = BUDGETS,
     tables: str | None = None,
-    alone: Mapping[int, DecisionTables] = MappingProxyType({}),
+    per_head: Mapping[int, DecisionTables] = MappingProxyType({}),
     steep: tuple[int, int] = (256, 64),
 ) -> Findings:
     """Figure 2: what every method keeps from the smallest budget to the largest.
 
     Args:
-        alone: tables by the budget that they were learnt for, one head at a time; each filled set has the weights of
+        per_head: tables by the budget that they were learnt for, one head at a time; each filled set has the weights of
             the nearest.
         steep: budgets between which the paper sees eviction drop (section 5.3).
 
@@ -201,11 +201,11 @@ def figure_2(
     """
     if not set(steep) <= set(budgets):
         raise KvlabError(f"the drop from {steep[0]} to {steep[1]} entries needs both among the budgets {list(budgets)}")
-    apart(alone.values(), map(plain_name, traces))
+    require_unseen(per_head.values(), map(plain_name, traces))
     settings = {
         (name, budget): method
         for budget in budgets
-        for name, method in methods(budget, tables, nearest(alone, budget)).items()
+        for name, method in methods(budget, tables, nearest(per_head, budget)).items()
     }
     findings = Findings(sweep(traces, [(name, method) for (name, _), method in settings.items()]))
     values = {measure: dict(by_document(findings.table, measure).items()) for measure in (*MEASURES, "stored")}
@@ -233,12 +233,12 @@ def table_1(
     traces: Sequence[Trace],
     tables: str | None,
     share: float,
-    alone: Mapping[int, DecisionTables] = MappingProxyType({}),
+    per_head: Mapping[int, DecisionTables] = MappingProxyType({}),
 ) -> Findings:
     """Table 1's comparison at the paper's share of each prompt, document by document.
 
     Args:
-        alone: as for `figure_2`; the budget is the share of the mean prompt.
+        per_head: as for `figure_2`; the budget is the share of the mean prompt.
 
     Raises:
         KvlabError: a text that tables were learnt from.
@@ -250,15 +250,15 @@ def table_1(
         where CompilerKV is filled up to the budget; and `gain_twin/...`, where it has SnapKV's pooling and kept window
         besides.
     """
-    apart(alone.values(), map(plain_name, traces))
+    require_unseen(per_head.values(), map(plain_name, traces))
     entries = share * sum(trace.prompt_length for trace in traces) / len(traces)
-    compared = methods(share, tables, nearest(alone, entries))
+    compared = methods(share, tables, nearest(per_head, entries))
     filled = compared["filled"]
     assert isinstance(filled, CompilerKV)
     compared["twin"] = twin(filled, share)
     findings = Findings(sweep(traces, list(compared.items())))
     for name, stored in by_method(findings.table, "stored").items():
-        findings.add(HELD, stored, method=name)
+        findings.add(STORED, stored, method=name)
     for measure, effect in zip(MEASURES, (RETAINED, RECALLED), strict=True):
         values = by_method(findings.table, measure)
         for name in compared:

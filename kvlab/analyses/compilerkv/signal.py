@@ -7,8 +7,9 @@ context weighted as in the learning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -52,7 +53,7 @@ def signal(log: Mapping[str, Samples], settings: Settings, exchanges: int = 999,
         themselves: where a layer has one KV head, none does).
     """
     rng, rows = np.random.default_rng(seed), []
-    log = {phase: samples for phase, samples in log.items() if _moved(samples)}
+    log = {phase: samples for phase, samples in log.items() if _any_effect(samples)}
     for table, question, actions in (("heads", "heads", settings.weights), ("risk", "thresholds", settings.thresholds)):
         if table in log and (row := _states(log[table], len(actions), exchanges, rng)):
             rows.append({"question": question, **row})
@@ -60,11 +61,22 @@ def signal(log: Mapping[str, Samples], settings: Settings, exchanges: int = 999,
         cell = cells(log["risk"].entropy, log["risk"].perplexity, settings)
         if row := _risk(log["risk"], cell, len(settings.thresholds), exchanges, rng):
             rows.append({"question": "risk", **row})
-    findings = Findings(pd.DataFrame(rows, columns=["question", "f", "df1", "df2", "p"]))
+    return tested(rows, ["question", "f", "df1", "df2", "p"])
+
+
+def tested(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Findings:
+    """Rows of tests as findings, with P and F of each question."""
+    findings = Findings(pd.DataFrame(rows, columns=list(columns)))
     for row in rows:
         findings.set(P, row["p"], question=row["question"])
         findings.set(F, row["f"], question=row["question"])
     return findings
+
+
+def p_value(f: float, exchanged: Iterable[float]) -> float:
+    """The share of exchanges, the real one among them, that have an F as large."""
+    large = [1, *(other >= f * (1 - 1e-12) for other in exchanged)]
+    return sum(large) / len(large)
 
 
 def of_tables(tables: str | None, exchanges: int = 999, seed: int = 0) -> Findings:
@@ -74,9 +86,9 @@ def of_tables(tables: str | None, exchanges: int = 999, seed: int = 0) -> Findin
     if tables is None:
         return Findings(pd.DataFrame())
     path = Path(tables)
-    beside = tables if (SHIPPED_TABLES / f"{tables}.json").exists() else path.with_name(f"{path.stem}-log.parquet")
+    log_file = tables if (SHIPPED_TABLES / f"{tables}.json").exists() else path.with_name(f"{path.stem}-log.parquet")
     try:
-        log = compiling.load(beside)
+        log = compiling.load(log_file)
     except KvlabError:
         return Findings(pd.DataFrame())
     about = DecisionTables.load(tables).model_extra or {}
@@ -91,24 +103,27 @@ def in_words(signal: Findings) -> str:
     )
 
 
-def _moved(samples: Samples) -> bool:
+def _any_effect(samples: Samples) -> bool:
     """Whether rewards differ within contexts, by more than rounding."""
     return bool(np.abs(learning.centred(samples)).max() > 1e-9 * np.abs(samples.change).max())
 
 
 def _states(samples: Samples, actions: int, exchanges: int, rng: np.random.Generator) -> dict[str, float] | None:
     """An effect of every state's every action, against none."""
-    taken = (samples.actions[:, :, None] == np.arange(1, actions)).reshape(len(samples), -1).astype(float)
-    basis, rewards = _span(_apart(taken, samples)), _apart(learning.centred(samples)[:, None], samples)
-    if _left(samples, basis.shape[1]) < 1:
+    indicators = (samples.actions[:, :, None] == np.arange(1, actions)).reshape(len(samples), -1).astype(float)
+    basis, rewards = (
+        _orthonormal_basis(_within_contexts(indicators, samples)),
+        _within_contexts(learning.centred(samples)[:, None], samples),
+    )
+    if _residual_df(samples, basis.shape[1]) < 1:
         return None
     order = np.argsort(samples.context, kind="stable")
     members = np.split(order, np.cumsum(np.bincount(samples.context[order]))[:-1])
-    places = np.tile(np.arange(len(samples))[:, None], (1, exchanges))
+    permutations = np.tile(np.arange(len(samples))[:, None], (1, exchanges))
     for group in members:
-        places[group] = rng.permuted(places[group], axis=0)
-    found = _f(basis, rewards, samples)
-    return _row(*found, _f(basis, rewards[places, 0], samples)[0])
+        permutations[group] = rng.permuted(permutations[group], axis=0)
+    found = _f_statistic(basis, rewards, samples)
+    return _row(*found, _f_statistic(basis, rewards[permutations, 0], samples)[0])
 
 
 def _risk(
@@ -116,23 +131,23 @@ def _risk(
 ) -> dict[str, float] | None:
     """An effect of every threshold in each cell, against one for all cells; `cell` is that of each context."""
     counts = (samples.actions[:, :, None] == np.arange(1, actions)).sum(1).astype(float)
-    base = _span(_apart(counts, samples))
-    rewards = _apart(learning.centred(samples)[:, None], samples)
+    base = _orthonormal_basis(_within_contexts(counts, samples))
+    rewards = _within_contexts(learning.centred(samples)[:, None], samples)
     rewards -= base @ (base.T @ rewards)
     names = np.unique(cell)
-    if len(names) < 2 or _left(samples, len(names) * base.shape[1]) < 1:
+    if len(names) < 2 or _residual_df(samples, len(names) * base.shape[1]) < 1:
         return None
 
     def f_of(of_contexts: np.ndarray) -> tuple[np.ndarray, int, int]:
         there = (of_contexts[samples.context][:, None] == names).astype(float)
-        within = _apart((there[:, :, None] * counts[:, None]).reshape(len(samples), -1), samples)
-        return _f(_span(within - base @ (base.T @ within)), rewards, samples, base.shape[1])
+        within = _within_contexts((there[:, :, None] * counts[:, None]).reshape(len(samples), -1), samples)
+        return _f_statistic(_orthonormal_basis(within - base @ (base.T @ within)), rewards, samples, base.shape[1])
 
     found = f_of(cell)
     return _row(*found, np.concatenate([f_of(rng.permutation(cell))[0] for _ in range(exchanges)]))
 
 
-def _apart(columns: np.ndarray, samples: Samples) -> np.ndarray:
+def _within_contexts(columns: np.ndarray, samples: Samples) -> np.ndarray:
     """Columns `[samples, n]` less their context's mean, times the root of the context's weight."""
     counts = np.bincount(samples.context).clip(min=1)[:, None]
     sums = np.zeros((len(counts), columns.shape[1]))
@@ -140,28 +155,29 @@ def _apart(columns: np.ndarray, samples: Samples) -> np.ndarray:
     return (columns - (sums / counts)[samples.context]) * np.sqrt(learning.precision(samples))[:, None]
 
 
-def _f(basis: np.ndarray, rewards: np.ndarray, samples: Samples, before: int = 0) -> tuple[np.ndarray, int, int]:
+def _f_statistic(
+    basis: np.ndarray, rewards: np.ndarray, samples: Samples, before: int = 0
+) -> tuple[np.ndarray, int, int]:
     """F of what a basis explains of rewards `[samples, n]`, one for each column, and its degrees of freedom; `before`
     of them went to a model that was taken out already.
     """
     explained = ((basis.T @ rewards) ** 2).sum(0)
     first = basis.shape[1]
-    second = _left(samples, before + first)
+    second = _residual_df(samples, before + first)
     return explained / first / (((rewards**2).sum(0) - explained) / second), first, second
 
 
-def _left(samples: Samples, effects: int) -> int:
+def _residual_df(samples: Samples, effects: int) -> int:
     """Degrees of freedom that are left once contexts have their means and so many effects are fitted."""
     return len(samples) - len(samples.names) - effects
 
 
 def _row(found: np.ndarray, first: int, second: int, exchanged: np.ndarray) -> dict[str, float]:
-    """An F with the share of exchanges, itself among them, that have one as large."""
-    as_large = 1 + int((exchanged >= found[0] * (1 - 1e-12)).sum())
-    return {"f": float(found[0]), "df1": first, "df2": second, "p": as_large / (len(exchanged) + 1)}
+    """An F with its degrees of freedom and its p value."""
+    return {"f": float(found[0]), "df1": first, "df2": second, "p": p_value(found[0], exchanged)}
 
 
-def _span(columns: np.ndarray) -> np.ndarray:
+def _orthonormal_basis(columns: np.ndarray) -> np.ndarray:
     """An orthonormal basis of what the columns span, `[samples, rank]`."""
     if not columns.shape[1]:
         return columns

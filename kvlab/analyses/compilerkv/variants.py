@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,6 +56,18 @@ def static_thresholds(tables: DecisionTables) -> Tensor:
         grid = grid.repeat_interleave(torch.tensor(visited).flatten(), 1)
     # Of an even number it is the lower middle one, so that it is a threshold of the table.
     return grid.median(-1).values
+
+
+def with_numbers(tables: DecisionTables, heads: np.ndarray | None, risk: np.ndarray | None) -> DecisionTables:
+    """Tables with the bins of others, and these numbers; None leaves a table out."""
+    edges = {} if risk is None else tables.model_dump(include={"entropy_edges", "perplexity_edges"})
+    return DecisionTables(
+        heads=None if heads is None else heads.tolist(),
+        risk=None if risk is None else risk.tolist(),
+        entropy=tables.entropy,
+        perplexity=tables.perplexity,
+        **edges,
+    )
 
 
 class StaticThreshold(CompilerKV):

@@ -64,19 +64,19 @@ def tokens(lm: LM, trace: Trace, n: int, seed: int) -> dict[str, Tensor]:
     return {"true": response(trace, n), "last": ids_of(trace)[: trace.prompt_length][-n:], "random": drawn}
 
 
-def ran(
-    lm: LM, trace: Trace, cache: StoreCache, wanted: dict[tuple[str, str], tuple[Tensor, int]]
+def queries_at(
+    lm: LM, trace: Trace, cache: StoreCache, passes: dict[tuple[str, str], tuple[Tensor, int]]
 ) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
     """Post- and pre-RoPE queries `[layers, heads, n, head_dim]` of tokens that run at given first positions.
 
     Args:
-        wanted: by (content, place): ids `[n]` and the first position.
+        passes: by (content, place): ids `[n]` and the first position.
     """
-    found, keys = {}, list(wanted)
+    found, keys = {}, list(passes)
     for first in range(0, len(keys), TOGETHER):
         batch = keys[first : first + TOGETHER]
-        ids = torch.stack([wanted[key][0] for key in batch])
-        starts = torch.tensor([wanted[key][1] for key in batch])
+        ids = torch.stack([passes[key][0] for key in batch])
+        starts = torch.tensor([passes[key][1] for key in batch])
         post, pre = pseudo_queries(lm, cache, ids, starts[:, None] + torch.arange(ids.shape[1]))
         found |= {key: (post[place], pre[place]) for place, key in enumerate(batch)}
     return found
@@ -100,11 +100,11 @@ def similarity(lm: LM, traces: Sequence[Trace], n: int = 32, seed: int = 0) -> F
         length = trace.prompt_length
         contents = tokens(lm, trace, n, seed + number) | {"sentence": nonsense(lm, n)}
         starts: dict[str, int] = dict(zip(PLACES, (length, length - n, 0), strict=True))
-        wanted = {(content, place): (contents[content], starts[place]) for content, place in CELLS}
+        passes = {(content, place): (contents[content], starts[place]) for content, place in CELLS}
         true_post, true_pre = trace.response_queries[:, :, :n], trace.response_pre_queries[:, :, :n]
         mean = mean_query(trace)
         baseline = measures.query_similarity(mean.expand_as(true_pre), true_pre).mean(-1)
-        for (content, place), (post, pre) in ran(lm, trace, prefilled(trace, lm), wanted).items():
+        for (content, place), (post, pre) in queries_at(lm, trace, prefilled(trace, lm), passes).items():
             rows.append(
                 _by_head(
                     {"document": trace.document, "content": content, "place": place},
@@ -266,8 +266,8 @@ def recall(lm: LM, traces: Sequence[Trace], n: int = 32, budget: int = 256, seed
         contents, length = tokens(lm, trace, n, seed + number), trace.prompt_length
         starts = {"right": length, "back": length - n}
         kinds = ("true", "last", "random")
-        wanted = {(content, place): (contents[content], starts[place]) for content in kinds for place in starts}
-        queries = {key: post for key, (post, _) in ran(lm, trace, prefilled(trace, lm), wanted).items()}
+        passes = {(content, place): (contents[content], starts[place]) for content in kinds for place in starts}
+        queries = {key: post for key, (post, _) in queries_at(lm, trace, prefilled(trace, lm), passes).items()}
         for (content, place), post in queries.items():
             scores = torch.stack([_summed(trace, layer, of_layer) for layer, of_layer in enumerate(post)])
             rows.append({"content": content, "place": place, "recall": _share(trace, scores, budget)})

@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from kvlab.analyses.findings import Findings
+from kvlab.analyses.findings import Findings, estimates
 from kvlab.analyses.texts import plain_name, to_summarise
 from kvlab.core import hookable
 from kvlab.core.adapter import StoreCache
@@ -22,7 +22,6 @@ from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.instruments import measures
 from kvlab.lib import progress_bars
-from kvlab.lib.intervals import summarise
 from kvlab.traces import shared
 from kvlab.traces.passes import prefilled, pseudo_queries
 from kvlab.traces.recording import encoder
@@ -179,12 +178,10 @@ def position_over_content(table: Findings, context: str, longest: Findings) -> s
     return "the right position over the right content: " + ", ".join(f"{r:.2f} at {of}" for of, r in ratios.items())
 
 
-def figure_2a(
-    lm: LM, traces: Sequence[Trace], trials: int = 20, n: int = 32, near: int = 100, seed: int = 0
-) -> Findings:
+def figure_2a(lm: LM, traces: Sequence[Trace], trials: int = 20, n: int = 32, seed: int = 0) -> Findings:
     """Figure 2a: similarities for random contents (drawn from the vocabulary) and random spans of positions.
 
-    A span starts anywhere in [0, prompt] ("dp_m") or in [0, `near`] ("dp_100").
+    A span starts anywhere in [0, prompt] ("dp_m") or in [0, 100] ("dp_100").
 
     Args:
         trials: for each document and condition.
@@ -200,9 +197,9 @@ def figure_2a(
     with progress_bars.counting(jobs, "figure 2a", "trial") as bar:
         for number, trace in enumerate(traces):
             generator = torch.Generator().manual_seed(seed + number)
-            wanted = _random_conditions(trace, trials, n, near, vocabulary, generator)
+            conditions = _random_conditions(trace, trials, n, vocabulary, generator)
             cache = prefilled(trace, lm)
-            for condition, (ids, positions) in wanted.items():
+            for condition, (ids, positions) in conditions.items():
                 for batch in torch.arange(trials).split(TOGETHER):
                     cosines = similarities(lm, trace, cache, ids[batch], positions[batch])
                     for rope, values in zip(("post", "pre"), cosines, strict=True):
@@ -217,9 +214,9 @@ def figure_2a(
             findings.add(SIMILARITY_RANDOM, wide[condition], rope=rope, condition=condition)
         for left, right in (
             ("dc_sp", "sc_dp_m"),
-            ("dc_sp", f"sc_dp_{near}"),
-            ("dc_dp_m", f"dc_dp_{near}"),
-            ("sc_dp_m", f"sc_dp_{near}"),
+            ("dc_sp", "sc_dp_100"),
+            ("dc_dp_m", "dc_dp_100"),
+            ("sc_dp_m", "sc_dp_100"),
         ):
             pair = wide.loc[:, left], wide.loc[:, right]
             findings.add_difference(GAP_RANDOM, *pair, rope=rope, left=left, right=right)
@@ -227,7 +224,7 @@ def figure_2a(
 
 
 def _random_conditions(
-    trace: Trace, trials: int, n: int, near: int, vocabulary: int, generator: torch.Generator
+    trace: Trace, trials: int, n: int, vocabulary: int, generator: torch.Generator
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Ids and positions `[trials, n]` of each condition of figure 2a."""
     true = response(trace, n).expand(trials, n)
@@ -243,8 +240,8 @@ def _random_conditions(
         "dc_sp": (contents(), right),
         "sc_dp_m": (true, spans(trace.prompt_length)),
         "dc_dp_m": (contents(), spans(trace.prompt_length)),
-        f"sc_dp_{near}": (true, spans(near)),
-        f"dc_dp_{near}": (contents(), spans(near)),
+        "sc_dp_100": (true, spans(100)),
+        "dc_dp_100": (contents(), spans(100)),
     }
 
 
@@ -313,9 +310,9 @@ def longer_decays_more(figure: Findings, short: str, long: str) -> Findings:
         `offset/curve/0` .. under names without its length.
     """
     drops = {context: _drops(part) for context, part in figure.table.groupby("context")}
-    lacking = {short, long} - set(drops)
-    if lacking:
-        raise KvlabError(f"there is no context of {min(lacking)} in the figure; it has {', '.join(map(str, drops))}")
+    missing = {short, long} - set(drops)
+    if missing:
+        raise KvlabError(f"there is no context of {min(missing)} in the figure; it has {', '.join(map(str, drops))}")
     findings = Findings(figure.table)
     findings.add_difference(LONGER_DECAYS_MORE, drops[long], drops[short])
     for decay in figure.frame(DECAY).query("context == @long").to_dict("records"):
@@ -330,13 +327,12 @@ def averaged(table: pd.DataFrame) -> pd.DataFrame:
 
     Documents of one context differ in length by a few tokens, so points are joined by their place among the offsets.
     """
-    rows = []
-    for context, of in table.groupby("context", sort=False):
-        for _, part in of.groupby(of.groupby("document")["offset"].rank()):
-            value, (low, high) = summarise(part["similarity"])
-            at = part[["start", "offset"]].mean().to_dict()
-            rows.append({"context": context, **at, "similarity": value, "low": low, "high": high})
-    return pd.DataFrame(rows)
+    groups = [
+        ((context, *part[["start", "offset"]].mean()), part["similarity"])
+        for context, curves in table.groupby("context", sort=False)
+        for _, part in curves.groupby(curves.groupby("document")["offset"].rank())
+    ]
+    return estimates(groups, ["context", "start", "offset"]).rename(columns={"value": "similarity"})
 
 
 def of_length(lm: LM, documents: Sequence[str], tokens: int, new_tokens: int) -> list[Trace]:

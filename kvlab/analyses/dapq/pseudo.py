@@ -16,11 +16,10 @@ import pandas as pd
 from torch import Tensor
 
 from kvlab.analyses.dapq.recall import with_pseudo
-from kvlab.analyses.findings import Findings
+from kvlab.analyses.findings import Findings, estimates
 from kvlab.core import attention
 from kvlab.errors import KvlabError
 from kvlab.lib import progress_bars
-from kvlab.lib.intervals import summarise
 from kvlab.methods.dapq import DapQ
 from kvlab.replays.reference import reference
 from kvlab.traces.trace import Trace
@@ -62,7 +61,7 @@ def contents(
     return variants | {FIXED: [{"content": "sentence", "window": n}]}
 
 
-def asked(options: Mapping, budget: float = 1.0) -> DapQ:
+def dapq_with(options: Mapping, budget: float = 1.0) -> DapQ:
     """DapQ with these options."""
     return DapQ(budget=budget, **options)
 
@@ -114,15 +113,17 @@ def figure_6a(
     """
     rows, usual, elsewhere = [], USUAL | {"window": n}, f"F4L{n - 4} at 0"
     for number, trace in enumerate(progress_bars.each(traces, "figure 6a", "doc")):
-        wanted = contents(n, firsts, range(seed + draws * number, seed + draws * (number + 1)))
-        own = with_pseudo(lm, trace, [asked(parameters) for variants in wanted.values() for parameters in variants])
-        away = with_pseudo(lm, trace, [asked(usual)], start=0)
+        options = contents(n, firsts, range(seed + draws * number, seed + draws * (number + 1)))
+        own = with_pseudo(
+            lm, trace, [dapq_with(parameters) for variants in options.values() for parameters in variants]
+        )
+        at_start = with_pseudo(lm, trace, [dapq_with(usual)], start=0)
         for budget in budgets:
             sets = {
-                name: [asked(parameters, budget).prefill(own.prompt) for parameters in variants]
-                for name, variants in wanted.items()
+                name: [dapq_with(parameters, budget).prefill(own.prompt) for parameters in variants]
+                for name, variants in options.items()
             }
-            sets[elsewhere] = [asked(usual, budget).prefill(away.prompt)]
+            sets[elsewhere] = [dapq_with(usual, budget).prefill(at_start.prompt)]
             for name, retained in sets.items():
                 measured = [scored(own, kept) for kept in retained]
                 about = {"document": trace.document, "content": name, "budget": budget}
@@ -146,9 +147,9 @@ def figure_6a(
         spread = right.max(axis=1) - right.min(axis=1)
         findings.add(SPREAD, spread, **at)
         if (published := f"F4L{n - 4}") in right:
-            worth = sign * (right.loc[:, published] - wide.loc[:, elsewhere])
-            findings.add(POSITION, worth, **at)
-            findings.add_difference(POSITION_LESS_SPREAD, worth, spread, **at)
+            effects = sign * (right.loc[:, published] - wide.loc[:, elsewhere])
+            findings.add(POSITION, effects, **at)
+            findings.add_difference(POSITION_LESS_SPREAD, effects, spread, **at)
     return findings
 
 
@@ -193,8 +194,8 @@ def figure_6b(
     rows = []
     for trace in progress_bars.each(traces, "figure 6b", "doc"):
         options = {n: {"content": "first_last", "first": round(share * n), "window": n} for n in lengths}
-        own = with_pseudo(lm, trace, [asked(parameters) for parameters in options.values()])
-        kept = {n: asked(parameters, budget).prefill(own.prompt) for n, parameters in options.items()}
+        own = with_pseudo(lm, trace, [dapq_with(parameters) for parameters in options.values()])
+        kept = {n: dapq_with(parameters, budget).prefill(own.prompt) for n, parameters in options.items()}
         parts = {steps: shortened(own, steps) for steps in responses}
         for n, positions in kept.items():
             measured = [(own.steps, name, value) for name, value in scored(own, positions).items()]
@@ -231,12 +232,12 @@ def mutual(
     rows = []
     for trace in progress_bars.each(traces, "mutual attention", "doc"):
         options = {n: {"content": "first_last", "first": round(share * n), "window": n} for n in lengths}
-        asking = [asked(given | {"softmax": over}) for given in options.values() for over in SOFTMAXES]
-        own = with_pseudo(lm, trace, asking)
+        policies = [dapq_with(parameters | {"softmax": over}) for parameters in options.values() for over in SOFTMAXES]
+        with_passes = with_pseudo(lm, trace, policies)
         for n, over in itertools.product(lengths, SOFTMAXES):
-            kept = asked(options[n] | {"softmax": over}, budget).prefill(own.prompt)
+            kept = dapq_with(options[n] | {"softmax": over}, budget).prefill(with_passes.prompt)
             about = {"document": trace.document, "length": n, "softmax": over}
-            rows += [about | {"measure": name, "value": value} for name, value in scored(own, kept).items()]
+            rows += [about | {"measure": name, "value": value} for name, value in scored(with_passes, kept).items()]
     findings = Findings(pd.DataFrame(rows))
     for measure, part in findings.table.groupby("measure"):
         wide: Any = part.pivot(index="document", columns=["softmax", "length"], values="value")
@@ -279,12 +280,10 @@ def by_length(figure: Findings, measure: str, aligned: bool = False) -> pd.DataF
             that its mean over the lengths is the mean of all. Values stay, intervals shrink to the differences between
             lengths.
     """
-    rows = []
+    groups: list[Any] = []
     for response, part in figure.table.query("measure == @measure").groupby("response"):
         wide = part.pivot(index="document", columns="length", values="value")
         if aligned:
             wide = wide.sub(wide.mean(axis=1) - wide.to_numpy().mean(), axis="index")
-        for length in wide:
-            value, (low, high) = summarise(wide.loc[:, length])
-            rows.append({"response": response, "length": length, "value": value, "low": low, "high": high})
-    return pd.DataFrame(rows)
+        groups += [((response, length), values) for length, values in wide.items()]
+    return estimates(groups, ["response", "length"])

@@ -123,8 +123,8 @@ def same_pooling(
                 "snapkv_raw": (DapQ(budget=b, **random), RawSnapKV(budget=b, window=window)),
                 "snapkv_pooled": (PooledDapQ(budget=b, **random), SnapKV(budget=b, window=window)),
             }
-            for pair, (ours, theirs) in pairs.items():
-                values = {"dapq": retained(own, ours), "snapkv": retained(own, theirs)}
+            for pair, (dapq, snapkv) in pairs.items():
+                values = {"dapq": retained(own, dapq), "snapkv": retained(own, snapkv)}
                 rows.append({"document": trace.document, "pair": pair, "budget": b} | values)
     findings = Findings(pd.DataFrame(rows))
     groups: Any = findings.table.groupby(["pair", "budget"])

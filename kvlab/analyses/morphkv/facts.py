@@ -39,53 +39,53 @@ WIDE, NARROW = "morphkv", "morphkv_narrow"
 
 
 @dataclass(frozen=True)
-class Planted:
+class PlantedFacts:
     """Texts of equal length that tell a code at their beginning and ask for it at their end.
 
     Attributes:
         ids: int64 `[documents, tokens]`.
-        told: for each text, the positions of the code where it is told.
+        fact: for each text, the positions of the code where it is told.
         answers: for each text, how many tokens at its end are the code.
         question: for each text, the position at which the question begins.
     """
 
     names: list[str]
     ids: Tensor
-    told: list[range]
+    fact: list[range]
     answers: list[int]
     question: list[int]
 
 
-def planted(lm: LM, documents: Sequence[str], length: int, seed: int = 0) -> Planted:
+def plant_facts(lm: LM, documents: Sequence[str], length: int, seed: int = 0) -> PlantedFacts:
     """A text of `length` tokens from each document: `The code of the red door is 48213.`, the document's start, and the
     question, with its answer.
 
     Raises:
         KvlabError: a document is too short.
     """
-    rows, told, answers, question = [], [], [], []
+    rows, facts, answers, question = [], [], [], []
     names = corpus.named(documents)
     for number, document in enumerate(corpus.documents(documents)):
         draw = Random(f"{seed} {document.name}")
         code = "".join(draw.choice("0123456789") for _ in range(DIGITS))
         thing = THINGS[number % len(THINGS)]
         before = lm.encode(f"Remember: the code of the {thing} is", chat=False)[0]
-        answer, end = _inside(lm, f" {code}"), _inside(lm, ".\n\n")
-        asking = _inside(lm, f"\n\nQuestion: what is the code of the {thing}?\nAnswer: the code of the {thing} is")
-        room = length - sum(map(len, (before, answer, end, asking, answer)))
-        text = _inside(lm, document.text)
+        answer, end = _encode(lm, f" {code}"), _encode(lm, ".\n\n")
+        query = _encode(lm, f"\n\nQuestion: what is the code of the {thing}?\nAnswer: the code of the {thing} is")
+        room = length - sum(map(len, (before, answer, end, query, answer)))
+        text = _encode(lm, document.text)
         if not 0 < room <= len(text):
             raise KvlabError(
                 f"{document.name} has {len(text)} tokens, and {room} are asked for between a fact and its question"
             )
-        rows.append(torch.cat([before, answer, end, text[:room], asking, answer]))
-        told.append(range(len(before), len(before) + len(answer)))
+        rows.append(torch.cat([before, answer, end, text[:room], query, answer]))
+        facts.append(range(len(before), len(before) + len(answer)))
         answers.append(len(answer))
-        question.append(length - len(asking) - len(answer))
-    return Planted(names, torch.stack(rows), told, answers, question)
+        question.append(length - len(query) - len(answer))
+    return PlantedFacts(names, torch.stack(rows), facts, answers, question)
 
 
-def _inside(lm: LM, text: str) -> Tensor:
+def _encode(lm: LM, text: str) -> Tensor:
     """Ids of a text that stands inside another, int64 `[tokens]`: without the tokens that begin one."""
     tokenizer = lm.require_tokenizer("a fact cannot be told")
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -117,30 +117,32 @@ def early_facts(
         NARROW: policy("morphkv", budget=capacity, window=narrow, fusion="max"),
         "h2o": policy("h2o", budget=capacity),
     }
-    return asked_late(lm, planted(lm, documents, tokens + new_tokens, seed), tokens, policies)
+    return measure(lm, plant_facts(lm, documents, tokens + new_tokens, seed), tokens, policies)
 
 
-def asked_late(lm: LM, texts: Planted, prompt: int, policies: dict[str, Policy]) -> Findings:
+def measure(lm: LM, texts: PlantedFacts, prompt: int, policies: dict[str, Policy]) -> Findings:
     """`early_facts` of these texts, whose first `prompt` tokens are the prompt, under policies that act at every step.
 
     Raises:
         KvlabError: the prompt ends before the fact, or reaches into the question.
     """
-    if not max(told.stop for told in texts.told) < prompt < min(texts.question):
+    if not max(fact.stop for fact in texts.fact) < prompt < min(texts.question):
         raise KvlabError(
             f"a prompt of {prompt} tokens ends before the fact is told or after it is asked for; the fact ends at "
-            f"{max(told.stop for told in texts.told)}, the question begins at {min(texts.question)}"
+            f"{max(fact.stop for fact in texts.fact)}, the question begins at {min(texts.question)}"
         )
     stored = {}
 
-    def look(documents: range, step: int, sessions: Mapping[str, Session]) -> None:
+    def record(documents: range, step: int, sessions: Mapping[str, Session]) -> None:
         # After step t the cache has seen the prompt and t tokens more.
         for row, document in enumerate(documents):
             if prompt + step == texts.question[document]:
-                told = texts.told[document]
-                stored.update({(document, name): _held(lm, session, row, told) for name, session in sessions.items()})
+                fact = texts.fact[document]
+                stored.update(
+                    {(document, name): _stored_share(lm, session, row, fact) for name, session in sessions.items()}
+                )
 
-    table = teacher_forced(lm, texts.ids, prompt, policies, look).table
+    table = teacher_forced(lm, texts.ids, prompt, policies, record).table
     gaps = table.loc[table["measure"] == "nll_gap"]
     rows = []
     for row, name in enumerate(texts.names):
@@ -156,20 +158,20 @@ def asked_late(lm: LM, texts: Planted, prompt: int, policies: dict[str, Policy])
         {name: part.set_index("document")[of] for name, part in findings.table.groupby("policy")}
         for of in ("nats", "stored")
     ]
-    nats, held = by_policy
+    nats, stored_shares = by_policy
     for method in policies:
         findings.add(WORSE, nats[method], policy=method)
-        findings.add(STORED, held[method], policy=method)
+        findings.add(STORED, stored_shares[method], policy=method)
         if method not in (WIDE, NARROW):
             findings.add_difference(BEHIND, nats[method], nats[WIDE], policy=method)
     findings.add(FULL, pd.Series(_full_nats(lm, texts), index=pd.Index(texts.names, name="document")))
     findings.add_difference(WIDE_AHEAD, nats[NARROW], nats[WIDE])
-    findings.add_difference(WIDE_STORES_MORE, held[WIDE], held[NARROW])
+    findings.add_difference(WIDE_STORES_MORE, stored_shares[WIDE], stored_shares[NARROW])
     return findings
 
 
 @torch.inference_mode()
-def _full_nats(lm: LM, texts: Planted) -> list[float]:
+def _full_nats(lm: LM, texts: PlantedFacts) -> list[float]:
     """For each text, the mean negative log-likelihood of a token of the code under the full cache, in nats."""
     most = max(texts.answers)
     logits = lm.model(texts.ids.to(lm.device), logits_to_keep=most + 1).logits[:, :-1].float()
@@ -177,10 +179,12 @@ def _full_nats(lm: LM, texts: Planted) -> list[float]:
     return [float(row[-answer:].mean()) for row, answer in zip(nats, texts.answers, strict=True)]
 
 
-def _held(lm: LM, session: Session, row: int, told: range) -> float:
+def _stored_share(lm: LM, session: Session, row: int, fact: range) -> float:
     """Share of the entries of these positions that a session stores for one text, over layers and KV heads."""
-    wanted = torch.tensor(list(told))
+    positions = torch.tensor(list(fact))
     shares = [
-        torch.isin(wanted, heads).float().mean() for layer in lm.layout.compressed for heads in session.kept(layer, row)
+        torch.isin(positions, heads).float().mean()
+        for layer in lm.layout.compressed
+        for heads in session.kept(layer, row)
     ]
     return float(torch.stack(shares).mean())

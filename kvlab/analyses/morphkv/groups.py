@@ -40,9 +40,9 @@ def ungrouped(trace: Trace) -> Trace:
     group = trace.heads // trace.kv_heads
     keys, values = (tensor.repeat_interleave(group, dim=1) for tensor in (trace.keys, trace.values))
     softmax = {"scaling": trace.scaling, "softcap": trace.softcap, "sinks": trace.sinks}
-    apart = Trace.from_tensors(trace.queries, keys, values, trace.prompt_length, **softmax)
-    apart.layout, apart.ids, apart.meta = trace.layout, trace.ids, dict(trace.meta)
-    return apart
+    repeated = Trace.from_tensors(trace.queries, keys, values, trace.prompt_length, **softmax)
+    repeated.layout, repeated.ids, repeated.meta = trace.layout, trace.ids, dict(trace.meta)
+    return repeated
 
 
 def section_3_3(traces: Iterable[Trace], window: int, capacity: int) -> Findings:

@@ -111,7 +111,7 @@ def figure_2b() -> Findings:
     return findings
 
 
-def choices_at_1_percent(share: float = 0.01) -> Findings:
+def choices_at_1_percent() -> Findings:
     """Figure 10: how many of its entries each method is free to choose at the smallest budget, by the stated settings.
 
     At the implied length of LongBench's prompts, with the window of 32 that both use; SnapKV has a set for each query
@@ -121,12 +121,12 @@ def choices_at_1_percent(share: float = 0.01) -> Findings:
         Table with columns method, entries, window, free; metrics `figure10/choices/snapkv`, `figure10/choices/morphkv`.
     """
     settings, group = sizes.settings("longbench"), sizes.paper_models()["Llama"].group
-    budget = share * sizes.implied_length("longbench")
+    budget = 0.01 * sizes.implied_length("longbench")
     findings, rows = Findings(pd.DataFrame()), []
     for method, sets in {"snapkv": group, "morphkv": 1}.items():
-        held, window = int(budget // sets), int(settings.loc[method, "window"])
-        findings.set(CHOICES, held - window, method=method)
-        rows.append({"method": method, "entries": held, "window": window, "free": held - window})
+        entries, window = int(budget // sets), int(settings.loc[method, "window"])
+        findings.set(CHOICES, entries - window, method=method)
+        rows.append({"method": method, "entries": entries, "window": window, "free": entries - window})
     findings.table = pd.DataFrame(rows)
     return findings
 
@@ -148,10 +148,10 @@ def table_7() -> Findings:
     criteria = ["relevance", "accuracy", "coherence", "clarity", "breadth_and_depth", "last"]
     table["mean_of_six"] = table[criteria].mean(axis=1)
     findings = Findings(table.filter(["model", "method", "total", "last", "mean_of_six"]))
-    away = (table["last"] - table["total"]).abs()
-    findings.set(TOTALS_THAT_DIFFER, (away > DIGIT + 1e-9).sum())
+    deviations = (table["last"] - table["total"]).abs()
+    findings.set(TOTALS_THAT_DIFFER, (deviations > DIGIT + 1e-9).sum())
     # What differs by more than a last digit is another number, not a rounding.
-    for row in table[away > 1].to_dict("records"):
+    for row in table[deviations > 1].to_dict("records"):
         findings.set(SIXTH, abs(row["mean_of_six"] - row["total"]), model=row["model"])
     relevance = table.pivot(index="model", columns="method", values="relevance")
     findings.set(RELEVANCE, (relevance["morphkv"] - relevance["h2o"]).min())

@@ -38,16 +38,16 @@ PRINTED_FROM_PREDICTIONS = "table3/printed_from_predictions"
 RESCORED_FROM_STORED = "table3/rescored_from_stored"
 
 
-def rounding(over: pd.Series, under: pd.Series) -> float:
+def rounding(numerator: pd.Series, denominator: pd.Series) -> float:
     """How far the mean of `over / under` may lie from that of the numbers before they were rounded for print.
 
     Args:
-        over, under: printed numbers of one table, all above 0; each stands for half of the table's last digit more or
-            less.
+        numerator, denominator: printed numbers of one table, all above 0; each stands for half of the table's last
+            digit more or less.
     """
-    decimals = max(len(f"{value:.10f}".rstrip("0").partition(".")[2]) for value in (*over, *under))
+    decimals = max(len(f"{value:.10f}".rstrip("0").partition(".")[2]) for value in (*numerator, *denominator))
     half = 0.5 * 10**-decimals
-    return float(((over + half) / (under - half) - over / under).mean())
+    return float(((numerator + half) / (denominator - half) - numerator / denominator).mean())
 
 
 def long_responses() -> Findings:
@@ -149,13 +149,13 @@ def fusions() -> Findings:
 # ---------------------------------------------------------------------------------------------- predictions
 
 
-def predictions_folder(given: str = "") -> Path | None:
+def predictions_folder(name: str = "") -> Path | None:
     """The folder of the authors' predictions: the given one, else that of KVLAB_PREDICTIONS; None without either.
 
     Raises:
         KvlabError: the named folder does not exist.
     """
-    named = given or os.environ.get(FOLDER, "")
+    named = name or os.environ.get(FOLDER, "")
     if not named:
         return None
     folder = Path(named).expanduser()

@@ -17,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlab.analyses.findings import Findings
+from kvlab.analyses.findings import Findings, estimates
 from kvlab.analyses.morphkv.windows import MEASURES, along_steps, slope
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.lib import progress_bars
-from kvlab.lib.intervals import summarise
 from kvlab.live import gather
 from kvlab.live import session as live_session
 from kvlab.methods import Policy, policy
@@ -64,7 +63,7 @@ STEEPER = "steeper/{measure}/{policy}"
 BEHIND = "behind/{measure}/{policy}"
 TIMES = "times/{measure}/{policy}"
 EARLY = "early/{policy}"
-EARLIER = "earlier/{policy}"
+DIVERGES_EARLIER = "earlier/{policy}"
 
 
 # ---------------------------------------------------------------------------------------------- budgets of 1 to 7 %
@@ -126,12 +125,12 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
         for share in shares:
             ours = means[measure, "morphkv", share]
             for name in names:
-                theirs = means[measure, name, share]
-                findings.add(AT_SHARE, theirs, measure=measure, policy=name, share=share)
+                rival = means[measure, name, share]
+                findings.add(AT_SHARE, rival, measure=measure, policy=name, share=share)
                 if name != "morphkv":
-                    findings.add_difference(BEHIND_AT_SHARE, theirs, ours, measure=measure, policy=name, share=share)
+                    findings.add_difference(BEHIND_AT_SHARE, rival, ours, measure=measure, policy=name, share=share)
                     if measure == "step_recall":
-                        findings.add(RECALL_DROP, 1 - theirs / ours, policy=name, share=share)
+                        findings.add(RECALL_DROP, 1 - rival / ours, policy=name, share=share)
         worse = {name: means[measure, name, min(shares)] - means[measure, name, max(shares)] for name in names}
         for name in names[1:]:
             findings.add_difference(SHARPER, worse[name], worse["morphkv"], measure=measure, policy=name)
@@ -207,7 +206,7 @@ def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findi
     for name in shares:
         findings.add(EARLY, shares[name], policy=name)
         if name != "morphkv":
-            findings.add_difference(EARLIER, shares[name], shares["morphkv"], policy=name)
+            findings.add_difference(DIVERGES_EARLIER, shares[name], shares["morphkv"], policy=name)
     return findings
 
 
@@ -253,11 +252,7 @@ def binned(table: pd.DataFrame, measure: str, over: int = 16) -> pd.DataFrame:
     chosen = table.loc[table["measure"] == measure]
     bins = ((chosen["step"] - 1) // over * over + over / 2).rename("step")
     means = chosen.groupby(["policy", bins, "document"], sort=False)["value"].mean()
-    rows = []
-    for (name, step), values in means.groupby(level=["policy", "step"], sort=False):
-        value, (low, high) = summarise(values)
-        rows.append({"policy": name, "step": step, "value": value, "low": low, "high": high})
-    return pd.DataFrame(rows)
+    return estimates(means.groupby(level=["policy", "step"], sort=False), ["policy", "step"])
 
 
 # ---------------------------------------------------------------------------------------------- inside the model
@@ -337,7 +332,7 @@ def _under_each(
     # could then not be used again by the next.
     every = [list(policies), documents, MEASURED, range(1, fed.shape[1] + 1)]
     values = torch.empty([len(labels) for labels in every], dtype=torch.float64)
-    places = {name: place for place, name in enumerate(policies)}
+    index_of = {name: index for index, name in enumerate(policies)}
     # Policies that act at every step take their steps together; the others need no single steps.
     acting = [name for name, method in policies.items() if method.needs.acts_while_decoding]
     parts = [[name] for name in policies if name not in acting] + ([acting] if acting else [])
@@ -348,7 +343,7 @@ def _under_each(
         for step, (logits, stored) in enumerate(decoded, 1):
             rows = logits.float().log_softmax(-1)
             for name, row, size in zip(names, rows, stored, strict=True):
-                of_step = values[places[name], :, :, step - 1]
+                of_step = values[index_of[name], :, :, step - 1]
                 of_step[:, 0] = F.kl_div(row, full[:, step - 1], reduction="none", log_target=True).sum(-1)
                 of_step[:, 1] = _nll(row, nexts[:, step - 1]) - known[:, step - 1]
                 of_step[:, 2] = size

@@ -113,9 +113,9 @@ def stored_bytes(
         element: bytes of one number of a key or a value (4: float32, 2: bfloat16).
         score_bytes: bytes of one score or attention weight; 0 counts keys and values alone.
     """
-    beside = {"h2o": 1, "morphkv": window}.get(method, 0) * score_bytes
+    auxiliary = {"h2o": 1, "morphkv": window}.get(method, 0) * score_bytes
     count = entries(method, prompt, response, budget, sets)
-    return model.layers * model.kv_heads * count * (2 * model.head_dim * element + beside)
+    return model.layers * model.kv_heads * count * (2 * model.head_dim * element + auxiliary)
 
 
 def against_formula(table: pd.DataFrame, model: Geometry, budget: int, window: int) -> Findings:

@@ -15,8 +15,7 @@ import torch
 from scipy import stats
 
 from kvlab.analyses.findings import Findings
-from kvlab.analyses.texts import TOKENS, common_traces
-from kvlab.core import attention
+from kvlab.analyses.texts import TOKENS, common_traces, continuation
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
@@ -155,10 +154,10 @@ def two_regimes(
         response: of `long_response`, when writing; answers are the model's own summaries.
     """
     written = long_responses(lm, documents, writing["tokens"], writing["new_tokens"], response)
-    answered = summaries(lm, documents, answering["tokens"], answering["new_tokens"])
+    summarised = summaries(lm, documents, answering["tokens"], answering["new_tokens"])
     regimes = [
         fusion_gains(traces, regime["window"], regime["capacity"], name)
-        for name, traces, regime in (("writing", written, writing), ("answering", answered, answering))
+        for name, traces, regime in (("writing", written, writing), ("answering", summarised, answering))
     ]
     both = regimes[0] | regimes[1]
     both.table = pd.concat([findings.table for findings in regimes], ignore_index=True)
@@ -180,40 +179,6 @@ def slope(part: pd.DataFrame, column: str) -> float:
     return line.slope
 
 
-def continuation(trace: Trace, prompt: int, response: int, accumulate: bool = False) -> Trace:
-    """A captured prompt taken as a shorter prompt and its own continuation (teacher forcing).
-
-    Attention is causal, so these are the tensors that capturing the shorter prompt with that response would give.
-
-    Args:
-        trace: with the queries of its whole prompt.
-        prompt, response: tokens of each part.
-        accumulate: sum the attention over all queries of the shorter prompt (H2O).
-
-    Raises:
-        KvlabError: the captured prompt is shorter than both parts, or not all of its queries are there.
-    """
-    both = prompt + response
-    if trace.queries.shape[2] < trace.length:
-        raise KvlabError(
-            "to cut a shorter prompt out of a longer one, all of its queries are needed; capture with queries='all'"
-        )
-    if not 0 < both <= trace.prompt_length:
-        raise KvlabError(
-            f"the captured prompt has {trace.prompt_length} tokens, and {prompt} + {response} are asked for"
-        )
-    queries, keys, values = (t[:, :, :both].clone() for t in (trace.queries, trace.keys, trace.values))
-    softmax = {"scaling": trace.scaling, "softcap": trace.softcap, "sinks": trace.sinks}
-    cut = Trace.from_tensors(queries, keys, values, prompt, **softmax)
-    cut.layout = trace.layout
-    cut.ids = None if trace.ids is None else trace.ids[:both].clone()
-    cut.meta = trace.meta | {"document": f"{trace.document}[:{prompt}+{response}]"}
-    if accumulate:
-        pairs = enumerate(zip(queries[:, :, :prompt], keys[:, :, :prompt], strict=True))
-        cut.accumulated = torch.stack([attention.accumulate(q, k, trace.softmax.row(row)) for row, (q, k) in pairs])
-    return cut
-
-
 def long_response(
     lm: LM, document: str, tokens: int, new_tokens: int, response: str = "document", accumulate: bool = False
 ) -> Trace:
@@ -230,8 +195,8 @@ def long_response(
     """
     if response == "document":
         # The default traces, which other analyses share, are used where they are long enough.
-        around = 64
-        (whole,) = common_traces(lm, [document], tokens=max(TOKENS, tokens + new_tokens + around))
+        template_tokens = 64
+        (whole,) = common_traces(lm, [document], tokens=max(TOKENS, tokens + new_tokens + template_tokens))
         return continuation(whole, tokens, new_tokens, accumulate)
     if response != "greedy":
         raise KvlabError(f"response={response!r} is neither 'document' nor 'greedy'")
@@ -261,19 +226,6 @@ def summaries(lm: LM, documents: Iterable[str], tokens: int, new_tokens: int) ->
     """`common_traces` of each document, made when it is asked for, so that one trace at a time is in memory."""
     for document in corpus.named(documents):
         yield from common_traces(lm, [document], tokens, new_tokens)
-
-
-def repetition(trace: Trace, n: int = 8) -> float:
-    """Share of the response's n-token sequences that had occurred in it before.
-
-    Raises:
-        KvlabError: the trace does not know its tokens.
-    """
-    if trace.ids is None:
-        raise KvlabError("this trace was made from tensors alone, so its tokens are not known")
-    response = trace.ids[trace.prompt_length :].tolist()
-    sequences = [tuple(response[i : i + n]) for i in range(len(response) - n + 1)]
-    return 1 - len(set(sequences)) / len(sequences) if sequences else 0.0
 
 
 def along(findings: Findings, measure: str, fusion: str, capacity: int, over: int = 16) -> pd.DataFrame:

@@ -168,7 +168,7 @@ def figure_4(traces: Sequence[Trace], wanted: Sequence[float] | None = None, hea
     Args:
         traces: with a response and the last prompt queries.
         wanted: S / t; those of `compressions` by default.
-        heads: DuoAttention's head scores of the model, as `lookups.chosen` finds them.
+        heads: DuoAttention's head scores of the model, as `shipped_tables.head_scores` finds them.
 
     Returns:
         Table with columns document, method, compression, budget, step_recall, mass_lost, output_error, stored, read
@@ -188,15 +188,15 @@ def figure_4(traces: Sequence[Trace], wanted: Sequence[float] | None = None, hea
     """
     if not all(trace.steps for trace in traces):
         raise KvlabError("token budgets are about decoding, and a trace has no response; capture it with new_tokens=32")
-    tried = compressions(traces) if wanted is None else wanted
+    levels = compressions(traces) if wanted is None else wanted
     rows, by_layer = [], []
-    for trace, c in progress_bars.each([(trace, c) for trace in traces for c in tried], "figure 4", "budget"):
+    for trace, c in progress_bars.each([(trace, c) for trace in traces for c in levels], "figure 4", "budget"):
         budget = budget_at(trace, c)
         for method, contender in contenders(trace, budget, heads).items():
             result = replay(trace, contender, k=budget)
             about = {"document": trace.document, "method": method, "compression": c, "budget": budget}
             rows.append(about | measured(result))
-            if method == "rocketkv" and c == max(tried) and trace.n_layers > FIRST:
+            if method == "rocketkv" and c == max(levels) and trace.n_layers > FIRST:
                 by_layer.append({name: first_layers(getattr(result, name)) for name in LOSSES})
     findings = Findings(pd.DataFrame(rows))
     for measure in (*QUALITY, "stored", "read"):
@@ -204,9 +204,9 @@ def figure_4(traces: Sequence[Trace], wanted: Sequence[float] | None = None, hea
     for measure in LOSSES if by_layer else ():
         findings.add(FIRST_LAYERS, [layers[measure] for layers in by_layer], measure=measure)
     by_compression = findings.table.groupby("compression")["method"].unique()
-    lacking = [compression for compression, methods in by_compression.items() if "snapkv" not in methods]
-    findings.set(SHORTFALL, len(lacking) / len(by_compression), method="snapkv")
-    findings.set(TIGHTEST, max(tried))
+    without_snapkv = [compression for compression, methods in by_compression.items() if "snapkv" not in methods]
+    findings.set(SHORTFALL, len(without_snapkv) / len(by_compression), method="snapkv")
+    findings.set(TIGHTEST, max(levels))
     return findings
 
 
@@ -223,8 +223,8 @@ def _compare(findings: Findings, measure: str) -> None:
     if measure not in QUALITY:
         return
     gains: dict[tuple[str, str], dict[float, pd.Series]] = {}
-    tried = sorted(findings.table["compression"].unique())
-    for c in tried:
+    levels = sorted(findings.table["compression"].unique())
+    for c in levels:
         at_c = QUALITY[measure] * values.xs(c, axis=1, level="compression")
         pairs = [(better, other, other) for better, other in PAIRS if other in at_c]
         best = best_rival(at_c.mean())
@@ -234,16 +234,16 @@ def _compare(findings: Findings, measure: str) -> None:
     for (better, other), by_compression in gains.items():
         add_gains(findings, measure, better, other, by_compression)
     if measure in LOSSES:
-        _oracle(findings, measure, values, tried)
+        _oracle(findings, measure, values, levels)
 
 
-def _oracle(findings: Findings, measure: str, losses: pd.DataFrame, tried: Sequence[float]) -> None:
+def _oracle(findings: Findings, measure: str, losses: pd.DataFrame, levels: Sequence[float]) -> None:
     """How little Exact-TopK loses: beside the best rival at the largest compression, and at a quarter of it."""
-    tightest = tried[-1]
+    tightest = levels[-1]
     at_tightest = losses.xs(tightest, axis=1, level="compression")
     oracle, rival = at_tightest.loc[:, "exact_topk"], at_tightest.loc[:, best_rival(-at_tightest.mean())]
     findings.add(FINDING, 1 - oracle / rival, measure=measure)
-    looser = [c for c in tried if c <= tightest / 4]
+    looser = [c for c in levels if c <= tightest / 4]
     if looser:
         at_looser = losses.xs(looser[-1], axis=1, level="compression")
         best = at_looser.loc[:, best_rival(-at_looser.mean())]
@@ -255,11 +255,11 @@ def best_rival(means: pd.Series) -> str:
     return str(means.filter(RIVALS).idxmax())
 
 
-def add_values(findings: Findings, measure: str, under: str = "") -> pd.DataFrame:
+def add_values(findings: Findings, measure: str, prefix: str = "") -> pd.DataFrame:
     """Add `VALUE` for each method and compression of the table.
 
     Args:
-        under: prefix of the effect's name.
+        prefix: prefix of the effect's name.
 
     Returns:
         The measure by document, with a column for each (method, compression); what a method has not on every document,
@@ -269,29 +269,29 @@ def add_values(findings: Findings, measure: str, under: str = "") -> pd.DataFram
     values = values.dropna(axis="columns")
     tightest = findings.table["compression"].max()
     for method, c in values.columns:
-        findings.add(under + VALUE, values[method, c], measure=measure, method=method, compression=c)
+        findings.add(prefix + VALUE, values[method, c], measure=measure, method=method, compression=c)
         if c == tightest:
-            findings.add(under + AT_TIGHTEST, values[method, c], measure=measure, method=method)
+            findings.add(prefix + AT_TIGHTEST, values[method, c], measure=measure, method=method)
     return values
 
 
 def add_gains(
-    findings: Findings, measure: str, better: str, other: str, gains: Mapping[float, pd.Series], under: str = ""
+    findings: Findings, measure: str, better: str, other: str, gains: Mapping[float, pd.Series], prefix: str = ""
 ) -> None:
     """Add `GAIN` at each compression and, if several were measured and none is missing, `WIDENING` from least to most.
 
     Args:
         gains: by compression, each by document.
-        under: prefix of the effects' names.
+        prefix: prefix of the effects' names.
     """
     about = {"measure": measure, "better": better, "other": other}
-    tried = sorted(findings.table["compression"].unique())
+    levels = sorted(findings.table["compression"].unique())
     for c, gain in gains.items():
-        findings.add(under + GAIN, gain, compression=c, **about)
-        if c == tried[-1]:
-            findings.add(under + GAIN_AT_TIGHTEST, gain, **about)
-    if len(gains) == len(tried) > 1:
-        findings.add_difference(under + WIDENING, gains[tried[-1]], gains[tried[0]], **about)
+        findings.add(prefix + GAIN, gain, compression=c, **about)
+        if c == levels[-1]:
+            findings.add(prefix + GAIN_AT_TIGHTEST, gain, **about)
+    if len(gains) == len(levels) > 1:
+        findings.add_difference(prefix + WIDENING, gains[levels[-1]], gains[levels[0]], **about)
 
 
 def values_of(findings: Findings, measure: str) -> pd.DataFrame:
@@ -305,9 +305,9 @@ def attention_kept(findings: Findings) -> pd.DataFrame:
     return lost.assign(value=1 - lost["value"], low=1 - lost["high"], high=1 - lost["low"])
 
 
-def gains_of(findings: Findings, measure: str, better: str = "rocketkv") -> pd.DataFrame:
-    """One method's gains in a measure: other, compression, value, low, high."""
-    gains = findings.frame(GAIN).query("measure == @measure and better == @better")
+def gains_of(findings: Findings, measure: str) -> pd.DataFrame:
+    """RocketKV's gains in a measure: other, compression, value, low, high."""
+    gains = findings.frame(GAIN).query("measure == @measure and better == 'rocketkv'")
     return gains.drop(columns=["measure", "better"])
 
 

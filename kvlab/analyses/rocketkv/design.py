@@ -1,11 +1,12 @@
-"""RocketKV's design: figures 6 and 7, table 1, and how a compression is split between the stages and within one."""
+"""RocketKV's design: figures 6 and 7, table 1, its lead on longer prompts, and how a compression is split between the
+stages and within one.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -17,17 +18,22 @@ from kvlab.analyses.findings import Findings
 from kvlab.analyses.rocketkv import common
 from kvlab.analyses.rocketkv.budgets import (
     LEAST,
+    LOSSES,
     QUALITY,
+    RIVALS,
     WINDOW,
     add_gains,
     add_values,
+    best_rival,
     budget_at,
     compressions,
+    contenders,
     measured,
     share_stored,
     snapkv_as_compared,
     values_of,
 )
+from kvlab.analyses.texts import continuation
 from kvlab.errors import KvlabError
 from kvlab.lib import progress_bars
 from kvlab.lib.intervals import argmin, argmin_difference
@@ -65,6 +71,11 @@ TRAFFIC = "traffic/{method}/c{compression:g}"
 OF_TENSORS = "of_tensors/{method}/c{compression:g}"
 AUXILIARY = "auxiliary/{method}/c{compression:g}"
 BY_TENSORS = "by_tensors/{method}/c{compression:g}"
+LONGER_LEAD = "lead/{measure}/{end}"
+LONGER_LEAD_GROWS = "lead/{measure}/longer_less_shorter"
+
+TIMES_LONGER = 4
+"""How many times as long the longer prompts of `leads` are."""
 
 
 def stages(traces: Sequence[Trace], least: float = LEAST) -> tuple[float, ...]:
@@ -111,19 +122,19 @@ def stage_by_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = Non
     Raises:
         KvlabError: SnapKV has no room at any of the compressions.
     """
-    rows, tried = [], stages(traces) if wanted is None else wanted
-    jobs = [(trace, c) for trace in traces for c in tried]
-    shared, blind = {}, {}
+    rows, levels = [], stages(traces) if wanted is None else wanted
+    jobs = [(trace, c) for trace in traces for c in levels]
+    shared, without_query = {}, {}
     for trace, c in progress_bars.each(jobs, "stages", "budget"):
         budget = budget_at(trace, c)
         snapkv = snapkv_as_compared(trace, budget)
         if snapkv is not None:
-            shared[trace.document, c], blind[trace.document, c] = redundancy(trace, snapkv)
+            shared[trace.document, c], without_query[trace.document, c] = redundancy(trace, snapkv)
         for method, contender in ladder(trace, budget).items():
             numbers = measured(replay(trace, contender, k=budget))
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
     if not shared:
-        smallest = min(tried)
+        smallest = min(levels)
         raise KvlabError(
             f"at a compression of {smallest:g} the budget of {budget_at(traces[0], smallest)} leaves SnapKV no room "
             f"beside the response of {traces[0].steps} tokens and a window for each head"
@@ -132,20 +143,20 @@ def stage_by_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = Non
     _gains(findings, STEPS_UP)
     for c in sorted({at for _, at in shared}):
         ours = pd.Series({document: v for (document, at), v in shared.items() if at == c})
-        chance = pd.Series({document: v for (document, at), v in blind.items() if at == c})
+        chance = pd.Series({document: v for (document, at), v in without_query.items() if at == c})
         findings.add(REDUNDANCY, ours, compression=c)
         findings.add_difference(OVER_CHANCE, ours, chance, compression=c)
-        if c == max(tried):
+        if c == max(levels):
             findings.add_difference(OVER_CHANCE_AT_TIGHTEST, ours, chance)
     return findings
 
 
-FIRST_STAGE = {"snapkv_gqa": "average pooling, 7", "snapkv_pp": "max pooling, 63 (SnapKV++)"}
-ALONE = "first_stage/"
+FIRST_STAGES = {"snapkv_gqa": "average pooling, 7", "snapkv_pp": "max pooling, 63 (SnapKV++)"}
+FIRST_STAGE = "first_stage/"
 """Prefix of the effects of the first stage alone."""
 
 
-def first_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = None) -> Findings:
+def first_stage(traces: Sequence[Trace], levels: Sequence[float] | None = None) -> Findings:
     """Section 3.3: the pooling of SnapKV++ as a first stage, which leaves S / sqrt(c) tokens and reads all of them.
 
     Both share one set in each GQA group.
@@ -156,14 +167,14 @@ def first_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = None) 
         `first_stage/gain/output_error/snapkv_pp_over_snapkv_gqa/c16`.
     """
     rows = []
-    for trace, c in [(trace, c) for trace in traces for c in (compressions(traces)[1:] if wanted is None else wanted)]:
+    for trace, c in [(trace, c) for trace in traces for c in (compressions(traces)[1:] if levels is None else levels)]:
         budget = budget_at(trace, math.sqrt(c))
-        for method in FIRST_STAGE:
+        for method in FIRST_STAGES:
             contender = policy(method.removesuffix("_gqa"), budget=budget - trace.steps)
             numbers = measured(replay(trace, contender, k=budget))
             rows.append({"document": trace.document, "method": method, "compression": c, "budget": budget} | numbers)
     findings = Findings(pd.DataFrame(rows))
-    _gains(findings, [("snapkv_pp", "snapkv_gqa")], ALONE)
+    _gains(findings, [("snapkv_pp", "snapkv_gqa")], FIRST_STAGE)
     return findings
 
 
@@ -177,35 +188,14 @@ def redundancy(trace: Trace, snapkv: SnapKV) -> tuple[float, float]:
     older = trace.prompt_length - snapkv.window
     heads = chosen.unflatten(1, (trace.kv_heads, -1))[..., : -snapkv.window]
     layers, groups, g, k = heads.shape
-    taken = torch.zeros(layers, groups, older, dtype=torch.bool).scatter_(2, heads.flatten(2), True)
+    selected = torch.zeros(layers, groups, older, dtype=torch.bool).scatter_(2, heads.flatten(2), True)
     covered = older * (1 - (1 - k / older) ** g)
-    return 1 - float(taken.sum(-1).float().mean()) / (g * k), 1 - covered / (g * k)
-
-
-def truncated(trace: Trace, prompt_length: int, steps: int) -> Trace:
-    """The trace of a prompt that ends after `prompt_length` tokens, with the text itself as its response.
-
-    This is exact because attention is causal: a token's queries and keys do not depend on what follows.
-
-    Raises:
-        KvlabError: a trace that is too short, or holds too few of its queries.
-    """
-    tokens = prompt_length + steps
-    if tokens > trace.prompt_length or trace.queries.shape[2] != trace.length:
-        raise KvlabError(
-            f"{prompt_length} + {steps} tokens cannot be cut out of a prompt of {trace.prompt_length} with queries of "
-            f"its last {trace.queries.shape[2] - trace.steps}; capture a longer one, with queries of all its tokens"
-        )
-    cut = {name: getattr(trace, name)[:, :, :tokens] for name in ("queries", "keys", "values")}
-    # Everything else describes the longer prompt.
-    return replace(
-        trace, **cut, prompt_length=prompt_length, pre_queries=None, pseudo={}, accumulated=None, ids=None, nll=None
-    )
+    return 1 - float(selected.sum(-1).float().mean()) / (g * k), 1 - covered / (g * k)
 
 
 def kernels(
     traces: Sequence[Trace],
-    wanted: Sequence[int] | None = None,
+    prompt_lengths: Sequence[int] | None = None,
     sizes: Sequence[int] = (7, 21, 63, 189, 511),
     compression: float = 8,
     steps: int = 32,
@@ -214,7 +204,7 @@ def kernels(
 
     Args:
         traces: with the queries of all prompt tokens.
-        wanted: tokens of the prompts, ascending, to which they are cut; those of `lengths` by default.
+        prompt_lengths: tokens of the prompts, ascending, to which they are cut; those of `lengths` by default.
         sizes: kernels, odd.
         compression: S / t at every length; at a larger one the shortest prompts of 300 tokens would leave the first
             stage little to choose beside its window.
@@ -227,10 +217,10 @@ def kernels(
         the kernel at which the mean output error over documents is smallest; `best_kernel/growth`, their difference;
         and `best_kernel_size/longest`, in tokens.
     """
-    rows, cuts = [], lengths(traces, steps) if wanted is None else wanted
+    rows, cuts = [], lengths(traces, steps) if prompt_lengths is None else prompt_lengths
     jobs = [(trace, n) for trace in traces for n in cuts]
     for trace, n in progress_bars.each(jobs, "kernels", "prompt"):
-        cut = truncated(trace, n, steps)
+        cut = continuation(trace, n, steps)
         for size in sizes:
             own = replay(cut, policy("rocketkv", budget=budget_at(cut, compression), kernel=size)).summary
             rows.append({"document": trace.document, "length": n, "kernel": size} | {m: own[m] for m in QUALITY})
@@ -256,6 +246,46 @@ def kernels(
         findings.set(BEST_KERNEL, best, (low, high), end=end)
         findings.set(BEST_KERNEL_SIZE, 2**best, (2**low, 2**high), end=end)
     findings.set(BEST_KERNEL_GROWTH, *argmin_difference(curves["longest"], curves["shortest"]))
+    return findings
+
+
+def leads(traces: Sequence[Trace], heads: str | None = None, steps: int = 32) -> Findings:
+    """Section 4.2: RocketKV's lead over the best rival at one token budget, on whole prompts and on their first part.
+
+    Args:
+        traces: with the queries of all prompt tokens; prompts are cut, and the text itself follows as the response.
+        heads: DuoAttention's head scores of the model.
+        steps: tokens of that response.
+
+    Returns:
+        Table with columns document, end ("shorter", "longer"), length, method, budget, mass_lost, output_error.
+        Metrics, with intervals over documents: `lead/output_error/longer` and `.../shorter` (the loss of the rival that
+        is best on average at that length, less RocketKV's) and `lead/output_error/longer_less_shorter`, paired.
+    """
+    rows = []
+    for trace in progress_bars.each(traces, "lengths", "doc"):
+        whole = trace.prompt_length - steps
+        cut = {
+            "longer": continuation(trace, whole, steps),
+            "shorter": continuation(trace, whole // TIMES_LONGER, steps),
+        }
+        budget = budget_at(cut["longer"], compressions([cut["longer"]])[-1])
+        for end, part in cut.items():
+            for method, contender in contenders(part, budget, heads).items():
+                if method not in ("rocketkv", *RIVALS):
+                    continue
+                result = replay(part, contender)
+                numbers = {name: float(getattr(result, name).mean()) for name in LOSSES}
+                about = {"document": trace.document, "end": end, "length": part.prompt_length, "method": method}
+                rows.append(about | {"budget": budget} | numbers)
+    findings = Findings(pd.DataFrame(rows))
+    for measure in LOSSES:
+        by_end = {}
+        for end, part in findings.table.groupby("end"):
+            losses = part.pivot(index="document", columns="method", values=measure).dropna(axis="columns")
+            by_end[end] = losses.loc[:, best_rival(-losses.mean())] - losses.loc[:, "rocketkv"]
+            findings.add(LONGER_LEAD, by_end[end], measure=measure, end=end)
+        findings.add_difference(LONGER_LEAD_GROWS, by_end["longer"], by_end["shorter"], measure=measure)
     return findings
 
 
@@ -290,7 +320,7 @@ class SplitRocketKV(RocketKV):
 
 def splits(
     traces: Sequence[Trace],
-    wanted: Sequence[float] | None = None,
+    levels: Sequence[float] | None = None,
     exponents: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
 ) -> Findings:
     """Sections 3.1 and 3.2: how much of the compression the first stage should take, as an exponent of c.
@@ -303,12 +333,12 @@ def splits(
         over documents.
     """
     rows = []
-    jobs = [(trace, c) for trace in traces for c in (compressions(traces)[1:] if wanted is None else wanted)]
+    jobs = [(trace, c) for trace in traces for c in (compressions(traces)[1:] if levels is None else levels)]
     for trace, c in progress_bars.each(jobs, "splits", "budget"):
         budget = budget_at(trace, c)
-        tried = [(f"split{e:g}", e, SplitRocketKV(budget=budget, exponent=e)) for e in exponents]
-        tried += [(PUBLISHED, math.nan, RocketKV(budget=budget, split="adaptive"))]
-        for method, exponent, contender in tried:
+        variants = [(f"split{e:g}", e, SplitRocketKV(budget=budget, exponent=e)) for e in exponents]
+        variants += [(PUBLISHED, math.nan, RocketKV(budget=budget, split="adaptive"))]
+        for method, exponent, contender in variants:
             result = replay(trace, contender)
             numbers = {m: result.summary[m] for m in QUALITY}
             numbers["survived"] = float(share_stored(result, budget).mean())
@@ -323,7 +353,7 @@ def splits(
 
 def pages_against_dimensions(
     traces: Sequence[Trace],
-    wanted: Sequence[float] = (16,),
+    levels: Sequence[float] = (16,),
     exponents: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
 ) -> Findings:
     """Section 3.4: hybrid attention, with the compression of its search shared between pages and dimensions.
@@ -337,7 +367,7 @@ def pages_against_dimensions(
         over each other one, with intervals over documents.
     """
     rows = []
-    jobs = [(trace, c) for trace in traces for c in wanted]
+    jobs = [(trace, c) for trace in traces for c in levels]
     for trace, c in progress_bars.each(jobs, "pages", "budget"):
         for e in exponents:
             contender = policy("hybrid", budget=budget_at(trace, c), page=max(1, round(c**e)))
@@ -349,16 +379,16 @@ def pages_against_dimensions(
     return findings
 
 
-def _gains(findings: Findings, pairs: Sequence[tuple[str, str]], under: str = "") -> None:
+def _gains(findings: Findings, pairs: Sequence[tuple[str, str]], prefix: str = "") -> None:
     """Add each measure of each method, the gains of the pairs, and their widening from least to most compression."""
     for measure, sign in QUALITY.items():
-        values = add_values(findings, measure, under)
+        values = add_values(findings, measure, prefix)
         for better, other in pairs:
             gain = (sign * (values.loc[:, better] - values.loc[:, other])).dropna(axis="columns")
-            add_gains(findings, measure, better, other, {c: gain.loc[:, c] for c in sorted(gain.columns)}, under)
+            add_gains(findings, measure, better, other, {c: gain.loc[:, c] for c in sorted(gain.columns)}, prefix)
 
 
-def table_1(trace: Trace, wanted: Sequence[float] = (4, 16, 64)) -> Findings:
+def table_1(trace: Trace, levels: Sequence[float] = (4, 16, 64)) -> Findings:
     """Table 1 at given compressions: `rocketkv.table_1`, with metrics named by compression, and the arithmetic of it.
 
     Returns:
@@ -366,10 +396,10 @@ def table_1(trace: Trace, wanted: Sequence[float] = (4, 16, 64)) -> Findings:
         `auxiliary/quest/c16`, what is stored beyond the full cache; `of_tensors/rocketkv/c16`, the measured storage as
         a share of `storage_by_tensors`; `by_tensors/rocketkv/c16`, what the latter says at exactly this compression.
     """
-    by_budget = {budget_at(trace, c): c for c in wanted}
+    by_budget = {budget_at(trace, c): c for c in levels}
     table = common.table_1(trace, list(by_budget)).table
     findings = Findings(table.assign(compression=[by_budget[budget] for budget in table["budget"]]))
-    for method, compression in itertools.product(common.METHODS, wanted):
+    for method, compression in itertools.product(common.METHODS, levels):
         findings.set(BY_TENSORS, common.storage_by_tensors(method, compression), method=method, compression=compression)
     for row in findings.table.dropna().to_dict("records"):
         at = {"method": row["method"], "compression": row["compression"]}

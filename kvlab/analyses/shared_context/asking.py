@@ -36,13 +36,6 @@ if TYPE_CHECKING:
     from kvlab.inputs.models import LM
     from kvlab.live.cache import LiveCache
 
-WAYS = {
-    "each": "each question read before its cache is compressed",
-    "first": "only the first question read: one chat",
-    "none": "compressed before any question: requests",
-}
-"""What has been read when the cache is compressed."""
-
 SCORED_FROM = 1
 """The first scored token of an answer."""
 
@@ -83,12 +76,12 @@ def measure(lm: LM, examples: Sequence[Example], policies: Sequence[Policy]) -> 
             raise KvlabError(
                 f"{policy.name} acts at every decoding step, and answers are fed at once here; leave it out"
             )
-    every, rows = [Full(), *(policy for policy in policies if policy.name != "full")], []
+    systems, rows = [Full(), *(policy for policy in policies if policy.name != "full")], []
     with progress_bars.counting(len(examples), "contexts", "context") as bar:
         for example in examples:
-            context = _Context(lm, example, every)
-            for way, answered in _WAYS.items():
-                for policy, scored in zip(every, answered(context), strict=True):
+            context = _Context(lm, example, systems)
+            for way, score_answers in WAYS.items():
+                for policy, scored in zip(systems, score_answers(context), strict=True):
                     marks = {"context": example.id, "kind": example.marks["kind"], "way": way, "policy": policy.name}
                     marks["budget"] = getattr(policy, "budget", None)
                     rows += [
@@ -96,9 +89,9 @@ def measure(lm: LM, examples: Sequence[Example], policies: Sequence[Policy]) -> 
                     ]
             bar.update()
     table = pd.DataFrame(rows)
-    place = ["context", "turn", "way"]
-    full = table[table["policy"] == "full"].set_index(place)["nll"]
-    return table.assign(loss=table["nll"] - full.loc[list(table[place].itertuples(index=False, name=None))].to_numpy())
+    keys = ["context", "turn", "way"]
+    full = table[table["policy"] == "full"].set_index(keys)["nll"]
+    return table.assign(loss=table["nll"] - full.loc[list(table[keys].itertuples(index=False, name=None))].to_numpy())
 
 
 # ---------------------------------------------------------------------------------------------------- three ways
@@ -109,7 +102,7 @@ class _Context:
 
     Attributes:
         parts: an example for each question.
-        asked: the ids `[1, tokens]` of each question, from the end of the context on.
+        questions: the ids `[1, tokens]` of each question, from the end of the context on.
         answers: those of the shortest right answers, `[1, n]`.
         gathered, prefilled: the session in which the context was fed, and its cache.
     """
@@ -117,7 +110,7 @@ class _Context:
     @torch.inference_mode()
     def __init__(self, lm: LM, example: Example, policies: Sequence[Policy]):
         self.lm, self.policies = lm, policies
-        self.parts, self.asked, context = asked(lm, example)
+        self.parts, self.questions, context = asked(lm, example)
         self.answers = [self._answer(part) for part in self.parts]
         self.gathered = gather(lm.model, policies)
         with self.gathered:
@@ -146,7 +139,7 @@ class _Context:
             session.end_prompt()
         return session
 
-    def told(self, ids: Tensor, cache: LiveCache) -> Tensor:
+    def logits(self, ids: Tensor, cache: LiveCache) -> Tensor:
         """Logits `[n, vocabulary]` of ids `[1, n]` that are fed on top of a cache."""
         return self.lm.model(ids, past_key_values=cache, use_cache=True).logits[0]
 
@@ -162,7 +155,7 @@ def _score(logits: Tensor, answer: Tensor) -> tuple[float, float]:
 @torch.inference_mode()
 def _each(context: _Context) -> list[Scored]:
     found: list[Scored] = [[] for _ in context.policies]
-    for question, answer in zip(context.asked, context.answers, strict=True):
+    for question, answer in zip(context.questions, context.answers, strict=True):
         if answer.shape[1] <= SCORED_FROM:
             for scored in found:
                 scored.append(UNSCORED)
@@ -170,8 +163,8 @@ def _each(context: _Context) -> list[Scored]:
         read = context.read(question)
         for batch in batches(zip(context.policies, found, strict=True)):
             sessions = [context.compressed(policy, read) for policy, _ in batch]
-            for (_, scored), told in zip(batch, forced(context.lm, sessions, answer[0], at_once=True), strict=True):
-                scored.append(_score(told, answer))
+            for (_, scored), logits in zip(batch, forced(context.lm, sessions, answer[0], at_once=True), strict=True):
+                scored.append(_score(logits, answer))
     return found
 
 
@@ -182,34 +175,35 @@ def _none(context: _Context) -> list[Scored]:
         with context.session(policy) as session:
             past, scored = session.branch(context.prefilled), []
             session.end_prompt()
-            for question, answer in zip(context.asked, context.answers, strict=True):
-                told = context.told(torch.cat([question, answer], 1), copy.deepcopy(past))
-                scored.append(_score(told[question.shape[1] : -1], answer))
+            for question, answer in zip(context.questions, context.answers, strict=True):
+                logits = context.logits(torch.cat([question, answer], 1), copy.deepcopy(past))
+                scored.append(_score(logits[question.shape[1] : -1], answer))
         found.append(scored)
     return found
 
 
 @torch.inference_mode()
 def _first(context: _Context) -> list[Scored]:
-    read = context.read(context.asked[0])
-    between = [context.asked[0][:, :0], *(next_turn(context.lm, part) for part in context.parts[1:])]
+    read = context.read(context.questions[0])
+    between = [context.questions[0][:, :0], *(next_turn(context.lm, part) for part in context.parts[1:])]
     fed = torch.cat([ids for pair in zip(between, context.answers, strict=True) for ids in pair], 1)
     found = []
     for policy in context.policies:
         with context.session(policy) as session:
             past = session.branch(read)
             session.end_prompt()
-            told = context.told(fed, past)
+            logits = context.logits(fed, past)
         scored, stop = [], 0
         for question, answer in zip(between, context.answers, strict=True):
             start = stop + question.shape[1]
             stop = start + answer.shape[1]
-            scored.append(_score(told[start : stop - 1], answer))
+            scored.append(_score(logits[start : stop - 1], answer))
         found.append(scored)
     return found
 
 
-_WAYS: dict[str, Callable[[_Context], list[Scored]]] = {"each": _each, "first": _first, "none": _none}
+WAYS: dict[str, Callable[[_Context], list[Scored]]] = {"each": _each, "first": _first, "none": _none}
+"""What has been read when the cache is compressed: each question, the first one alone (a chat), or none (requests)."""
 
 
 # ---------------------------------------------------------------------------------------------------- findings

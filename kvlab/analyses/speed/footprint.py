@@ -125,12 +125,12 @@ def zsmerge_workloads(printed: pd.DataFrame, table: str = "table4") -> Findings:
     rows["fits"] = rows["gib"] * GIB <= A800_BYTES
     rows["bound"] = rows["batch"] * A800_BANDWIDTH / (2 * names.map(parameters))
     rows["from_latency"] = rows["batch"] * rows["generated"] / rows["latency"]
-    ran, ratio = rows["tokens_per_second"].notna(), rows["tokens_per_second"] / rows["from_latency"]
+    fitted, ratio = rows["tokens_per_second"].notna(), rows["tokens_per_second"] / rows["from_latency"]
     full = rows["method"] == "full"
     kinds = {
-        "impossible": full & ran & ~rows["fits"],
-        "unexplained": full & ~ran & rows["fits"],
-        "above_bound": ran & (rows["tokens_per_second"] > rows["bound"]),
+        "impossible": full & fitted & ~rows["fits"],
+        "unexplained": full & ~fitted & rows["fits"],
+        "above_bound": fitted & (rows["tokens_per_second"] > rows["bound"]),
         "contradictions": (ratio - 1).abs() > 0.05,
     }
     findings = Findings(rows)
@@ -145,11 +145,11 @@ def zsmerge_speedups(printed: pd.DataFrame) -> pd.DataFrame:
     return wide.assign(speedup=wide["zsmerge"] / wide["full"]).reset_index().filter(["tokens", "speedup"])
 
 
-def zsmerge_batches(printed: pd.DataFrame, model: str = "7b") -> pd.DataFrame:
-    """The workloads of table 4 with several batch sizes and as many generated as prompt tokens: method (h2o or
-    zsmerge), prompt, batch, speedup over the full cache.
+def zsmerge_batches(printed: pd.DataFrame) -> pd.DataFrame:
+    """Table 4's workloads of the 7B model with several batch sizes and as many generated as prompt tokens: method (h2o
+    or zsmerge), prompt, batch, speedup over the full cache.
     """
-    rows = printed.query("model == @model and prompt == generated")
+    rows = printed.query("model == '7b' and prompt == generated")
     wide = rows.pivot(index=["prompt", "batch"], columns="method", values="tokens_per_second")
     ratios = wide.filter(["h2o", "zsmerge"]).div(wide["full"], axis="index").reset_index()
     long = ratios.melt(["prompt", "batch"], var_name="method", value_name="speedup").dropna()
@@ -226,9 +226,9 @@ def compilerkv_table_a1(printed: pd.DataFrame) -> Findings:
         for name in ("memory_saved", "speedup", "latency_saved", "overhead"):
             findings.set(TABLE_A1, row[name], quantity=name, thousands=row["input_tokens"] // K)
     findings.set(SMALLEST_SAVING, min(table["memory_saved"]))
-    grown = full["memory_mb"].iloc[-1] - full["memory_mb"].iloc[0]
+    growth = full["memory_mb"].iloc[-1] - full["memory_mb"].iloc[0]
     entries = table["whole_cache"].iloc[-1] - table["whole_cache"].iloc[0]
-    findings.set(GROWTH_OVER_CACHE, grown / entries)
+    findings.set(GROWTH_OVER_CACHE, growth / entries)
     return findings
 
 

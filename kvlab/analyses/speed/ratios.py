@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 
-from kvlab.analyses.findings import Findings
+from kvlab.analyses.findings import Findings, estimates
 from kvlab.analyses.speed.timings import FULL
-from kvlab.lib.intervals import summarise
 
 GAIN = "gain/{policy}/{where}"
 GAIN_GROWTH = "gain_growth/{policy}"
@@ -206,9 +206,5 @@ def _add_longest(findings: Findings, effect: str, column: str) -> None:
 
 def points(table: pd.DataFrame, value: str, by: Sequence[str] = ("policy", "length")) -> pd.DataFrame:
     """The mean of `value` with its interval over rounds, as points to draw: the columns of `by`, mean, low, high."""
-    keys, rows = list(by), []
-    known = table.dropna(subset=[value])
-    for _, part in known.groupby(keys, sort=False):
-        mean, (low, high) = summarise(part[value])
-        rows.append([*part.loc[:, keys].iloc[0], mean, low, high])
-    return pd.DataFrame(rows, columns=[*keys, "mean", "low", "high"])
+    groups: Any = table.dropna(subset=[value]).groupby(list(by), sort=False)[value]
+    return estimates(groups, by).rename(columns={"value": "mean"})

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from kvlab.live.cache import LiveCache
 
 FULL = "full"
-POLICIES = ("h2o", "zsmerge", "rocketkv", "snapkv", "compilerkv")
 
 
 def contenders(names: Sequence[str], budget: float) -> dict[str, Policy | None]:
@@ -180,13 +179,13 @@ def _decode(lm: LM, policy: Policy | None, prefilled: LiveCache, token: Tensor, 
         session = opened.enter_context(_session(lm, policy, steps + 1))
         cache = plain_cache(prefilled) if session is None else session.branch(prefilled)
         first, *times = _steps(lm, cache, token, 1 + steps)
-        held = meters.stored(cache, session)
+        stored = meters.stored(cache, session)
     return {
         "seconds_per_step": statistics.median(times),
         "first_step": first,
-        "kv_bytes": held["kv_bytes"],
-        "aux_bytes": held["aux_bytes"],
-        "read_bytes": held["read_bytes"],
+        "kv_bytes": stored["kv_bytes"],
+        "aux_bytes": stored["aux_bytes"],
+        "read_bytes": stored["read_bytes"],
         "peak_bytes": math.nan if peak is None else peak.bytes,
     }
 
@@ -256,7 +255,7 @@ def peaks(lm: LM, model: str, budget: float, length: int, repeats: int) -> pd.Da
     rows = []
     for turn, name in progress_bars.each(turns, "peak memory", "run"):
         try:
-            peak = timing.peak_bytes(lm, timing.Subject(model), timing.Contender(chosen[name]), length, 1, 1)
+            peak = timing.peak_bytes(lm, timing.BenchmarkModel(model), timing.Contender(chosen[name]), length, 1, 1)
         except torch.OutOfMemoryError:
             peak = math.nan
         rows.append({"policy": name, "round": turn, "peak_bytes": peak})

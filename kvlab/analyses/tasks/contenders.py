@@ -5,8 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvlab.analyses.tasks.variants import VARIANTS
-from kvlab.errors import KvlabError
+from kvlab.errors import KvlabError, nearest
 from kvlab.methods import Policy, has_budget, policies, policy
+
+LEFT_OUT = ("criticalkv", "kvzip", "leverage", "think", "triattention")
+"""What "quick" leaves out: what makes traces larger or captures slower, or was added when the others were enough."""
+
+
+def named(names: Sequence[str] = ("quick",)) -> list[str]:
+    """Policies by name, where "all" stands for every one, and "quick" for those that cost little besides the others.
+
+    Raises:
+        KvlabError: an unknown name.
+    """
+    sets = {"all": policies(), "quick": [name for name in policies() if name not in LEFT_OUT]}
+    known = [*sets, *policies()]
+    for name in names:
+        if name not in known:
+            raise KvlabError(nearest(name, known, "policy"))
+    return list(dict.fromkeys(each for name in names for each in sets.get(name, [name])))
 
 
 def contender(
@@ -33,12 +50,14 @@ def contender(
         "compilerkv_twin": {"tables": tables},
         "zsmerge_question": {"after": after},
     }
-    given: dict[str, float | str | None] = {k: value for k, value in own.get(name, {}).items() if value is not None}
+    parameters: dict[str, float | str | None] = {
+        k: value for k, value in own.get(name, {}).items() if value is not None
+    }
     if name in VARIANTS:
-        return VARIANTS[name](budget=budget, **given)
+        return VARIANTS[name](budget=budget, **parameters)
     if has_budget(name):
-        given["budget"] = budget
-    return policy(name, **given)
+        parameters["budget"] = budget
+    return policy(name, **parameters)
 
 
 def contenders(
@@ -57,12 +76,14 @@ def contenders(
 
 
 def by_name(
-    wanted: Mapping[str, Sequence[int | float]],
+    budgets_of: Mapping[str, Sequence[int | float]],
     heads: str | None = None,
     tables: str | None = None,
     after: int = 0,
 ) -> list[Policy]:
     """Policies as a notebook names them: {"snapkv": [64, 128]}."""
     return [
-        contender(name, budget, heads, tables, after=after) for name, budgets in wanted.items() for budget in budgets
+        contender(name, budget, heads, tables, after=after)
+        for name, budgets in budgets_of.items()
+        for budget in budgets
     ]

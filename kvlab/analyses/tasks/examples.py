@@ -45,9 +45,9 @@ class Item:
 def needles(lm: LM, documents: Sequence[str] = DOCUMENTS, length: int = 1280, seed: int = 0) -> list[Item]:
     """One needle of five digits in each document, each at a depth of its own between 0.1 and 0.9."""
     items, names = [], corpus.named(documents)
-    for place, name in enumerate(names):
-        depth = round(0.1 + 0.8 * place / max(1, len(names) - 1), 2)
-        items += needle_grid(lm, [length], [depth], name, seed + place)
+    for number, name in enumerate(names):
+        depth = round(0.1 + 0.8 * number / max(1, len(names) - 1), 2)
+        items += needle_grid(lm, [length], [depth], name, seed + number)
     return items
 
 
@@ -63,11 +63,9 @@ def needle_grid(
     return items
 
 
-def multikey(
-    lm: LM, documents: Sequence[str] = DOCUMENTS, length: int = 1280, seed: int = 0, kind: str = "niah_multikey_1"
-) -> list[Item]:
+def multikey(lm: LM, documents: Sequence[str] = DOCUMENTS, length: int = 1280, seed: int = 0) -> list[Item]:
     """RULER's needle with three distracting ones of other keys, one example in each document."""
-    return _ruler(lm, documents, length, seed, kind, "ruler", NEW_TOKENS)
+    return _ruler(lm, documents, length, seed, "niah_multikey_1", "ruler", NEW_TOKENS)
 
 
 def identifiers(lm: LM, documents: Sequence[str] = DOCUMENTS, length: int = 1280, seed: int = 0) -> list[Item]:
@@ -80,8 +78,8 @@ def _ruler(
 ) -> list[Item]:
     """One of RULER's needles in each document."""
     items = []
-    for place, name in enumerate(corpus.named(documents)):
-        made = task("ruler", lengths=[length], kinds=[kind], trials=1, document=name, seed=seed + place)
+    for number, name in enumerate(corpus.named(documents)):
+        made = task("ruler", lengths=[length], kinds=[kind], trials=1, document=name, seed=seed + number)
         (example,) = made.examples(lm)
         items.append(Item(name_of_task, name, replace(example, max_new_tokens=new_tokens), f" {example.answers[0]}"))
     return items
@@ -99,10 +97,10 @@ def questions(lm: LM, articles: Sequence[str] = ARTICLES, length: int = 1280, se
     records = []
     for name in articles:
         draw = Random(f"{seed} {name}")
-        asked = [q for q in corpus.questions(name) if _tokens(lm, q.answers[0]) in QUESTION_TOKENS]
-        if not asked:
+        candidates = [q for q in corpus.questions(name) if _tokens(lm, q.answers[0]) in QUESTION_TOKENS]
+        if not candidates:
             raise KvlabError(f"{name} has no question with an answer of {QUESTION_TOKENS[0]} to {NEW_TOKENS} tokens")
-        question = draw.choice(asked)
+        question = draw.choice(candidates)
         context = _paragraphs(lm, name, question.paragraph, length - 100, draw)
         records.append(
             {
@@ -127,11 +125,11 @@ def _tokens(lm: LM, text: str) -> int:
     return len(lm.require_tokenizer("texts cannot be counted")(text, add_special_tokens=False)["input_ids"])
 
 
-def _paragraphs(lm: LM, name: str, wanted: str, room: int, draw: Random) -> str:
-    """Neighbouring paragraphs of an article, `wanted` among them, of at most `room` tokens."""
+def _paragraphs(lm: LM, name: str, evidence: str, room: int, draw: Random) -> str:
+    """Neighbouring paragraphs of an article, `evidence` among them, of at most `room` tokens."""
     every = list(dict.fromkeys(question.paragraph for question in corpus.questions(name)))
     costs = [_tokens(lm, text) + 2 for text in every]
-    first = last = every.index(wanted)
+    first = last = every.index(evidence)
     total = costs[first]
     if total > room:
         raise KvlabError(f"{name}: a paragraph of {total} tokens does not fit into {room}")

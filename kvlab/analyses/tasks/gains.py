@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import pandas as pd
 
-from kvlab.analyses.findings import DOCUMENT, Findings
-from kvlab.lib.intervals import summarise
+from kvlab.analyses.findings import DOCUMENT, Findings, estimates
 
 AT_BUDGET = "{measure}/{task}/{policy}/{budget:g}"
 WITHOUT_BUDGET = "{measure}/{task}/{policy}"
@@ -38,7 +37,7 @@ PAIRS = (
 BY = [DOCUMENT, "example"]
 """What a cell's answers are indexed by; examples of one task may share their id, so theirs begins with both others."""
 
-APART = ("tiny_needle", "single_3")
+FULL_PROFILE_TASKS = ("tiny_needle", "single_3")
 """Tasks with prompts or budgets of their own, which are left out where all tasks are taken together."""
 
 CLAIMED = {
@@ -109,14 +108,14 @@ def findings(table: pd.DataFrame, pairs: Iterable[tuple[str, str]] = PAIRS) -> F
     - `score_gain/...`, the scores of A less those of B;
     - `widening/TASK/A_over_B`: the gain at the smallest budget at which both were measured less that at the largest;
     - `question_aware/TASK/POLICY/BUDGET`: NLL with the question held back less that with the question in the prompt.
-    TASK is a task's name, or `all`: all tasks but those of `APART`, each example with the same weight, for policies
-    that met all of these.
+    TASK is a task's name, or `all`: all tasks but those of `FULL_PROFILE_TASKS`, each example with the same weight, for
+    policies that met all of these.
     """
     findings = Findings(table)
     at_prompt = table.query("compress_at == 'prompt'")
     at_prompt = at_prompt.assign(example=_names(at_prompt))
     for task in [*at_prompt["task"].unique(), "all"]:
-        part = at_prompt.query("task not in @APART" if task == "all" else "task == @task")
+        part = at_prompt.query("task not in @FULL_PROFILE_TASKS" if task == "all" else "task == @task")
         if part.empty:
             continue
         cells = _cells(part)
@@ -189,12 +188,12 @@ def _gains(
 
 
 def _question_aware(findings: Findings, table: pd.DataFrame) -> None:
-    for (task, policy, budget), sides in _read_and_held_back(table).items():
-        read, held_back = (side.assign(example=_names(side)).set_index(BY).loc[:, "nll"] for side in sides)
-        findings.add_difference(QUESTION_AWARE, held_back, read, task=task, policy=policy, budget=budget)
+    for (task, policy, budget), sides in _read_and_unread(table).items():
+        read, unread = (side.assign(example=_names(side)).set_index(BY).loc[:, "nll"] for side in sides)
+        findings.add_difference(QUESTION_AWARE, unread, read, task=task, policy=policy, budget=budget)
 
 
-def _read_and_held_back(table: pd.DataFrame) -> dict[tuple[str, str, float], tuple[pd.DataFrame, pd.DataFrame]]:
+def _read_and_unread(table: pd.DataFrame) -> dict[tuple[str, str, float], tuple[pd.DataFrame, pd.DataFrame]]:
     """The answers compressed both after the prompt and before its question, by (task, policy, budget)."""
     both = {}
     settings = table.dropna(subset="budget").drop_duplicates(["task", "policy", "budget"])
@@ -211,13 +210,12 @@ def question_read_or_not(table: pd.DataFrame) -> pd.DataFrame:
 
     `policy` names both: "snapkv at 128, question read" and "snapkv at 128, question held back".
     """
-    rows = []
-    for (_, policy, budget), sides in _read_and_held_back(table).items():
-        for side, place, words in zip(sides, ("prompt", "context"), ("read", "held back"), strict=True):
-            value, (low, high) = summarise(side["nll"])
-            name = f"{policy} at {budget:g}, question {words}"
-            rows.append({"policy": name, "place": place, "value": value, "low": low, "high": high})
-    return pd.DataFrame(rows, columns=["policy", "place", "value", "low", "high"])
+    groups = [
+        ((f"{policy} at {budget:g}, question {words}", compress_at), side["nll"])
+        for (_, policy, budget), sides in _read_and_unread(table).items()
+        for side, compress_at, words in zip(sides, ("prompt", "context"), ("read", "held back"), strict=True)
+    ]
+    return estimates(groups, ["policy", "place"])
 
 
 def claimed(findings: Findings) -> pd.DataFrame:

@@ -30,7 +30,7 @@ def scored(lm: LM, folder: Path, length: int, limit: int) -> pd.DataFrame:
     Returns:
         As `evaluation.summary`: policy, budget, n, score, low, high, difference (from the full cache), ...
     """
-    asked = task("longbench", folder=folder, length=length, tasks=TASKS)
-    plan = evaluation.plan(asked, list(POLICIES), list(BUDGETS), limit=limit)
+    longbench = task("longbench", folder=folder, length=length, tasks=TASKS)
+    plan = evaluation.plan(longbench, list(POLICIES), list(BUDGETS), limit=limit)
     with tempfile.TemporaryDirectory() as kept:
         return evaluation.summary(evaluation.run(lm, plan, Path(kept) / "longbench.jsonl"))

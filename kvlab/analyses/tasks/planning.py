@@ -37,20 +37,20 @@ def plan(
     needle: Budgets,
     ruler: Budgets,
     qa: Budgets,
-    held_back: Budgets,
+    context_only: Budgets,
     heads: str | None = None,
     tables: str | None = None,
-    alone: Mapping[int, DecisionTables] = MappingProxyType({}),
+    per_head: Mapping[int, DecisionTables] = MappingProxyType({}),
 ) -> Plan:
     """A needle and RULER's needle in each document, and a question on each article.
 
     Args:
         length: of each prompt, in tokens.
         needle, ruler, qa: which policies meet each task, compressed once the prompt has been read.
-        held_back: policies that meet the needle once more, compressed before its question has been read.
+        context_only: policies that meet the needle once more, compressed before its question has been read.
         heads, tables: for duoattention and compilerkv, as `contenders.contender` takes them.
-        alone: tables learnt one head at a time, by budget (`lookups.alone`); compilerkv_filled and compilerkv_twin have
-            the weights of the nearest, as filled sets have in table 1 (`quality.nearest`).
+        per_head: tables learnt one head at a time, by budget (`shipped_tables.per_head_tables`); compilerkv_filled and
+            compilerkv_twin have the weights of the nearest, as filled sets have in table 1 (`quality.nearest`).
 
     Raises:
         KvlabError: a text that these tables were learnt from, where a policy has them.
@@ -58,23 +58,23 @@ def plan(
 
     def read(items: list[Item], budgets: Budgets) -> list[tuple[Policy, str]]:
         after = after_text(lm, items[0].example) if "zsmerge_question" in budgets else 0
-        return [(_filled(policy, alone, length), "prompt") for policy in by_name(budgets, heads, tables, after)]
+        return [(_filled(policy, per_head, length), "prompt") for policy in by_name(budgets, heads, tables, after)]
 
     needles = examples.needles(lm, documents, length, seed)
     keys = examples.multikey(lm, documents, length, seed)
-    asked = examples.questions(lm, articles, length, seed)
-    unread = [(_filled(policy, alone, length), "context") for policy in by_name(held_back, heads, tables)]
-    plan = [(needles, read(needles, needle) + unread), (keys, read(keys, ruler)), (asked, read(asked, qa))]
+    qa_items = examples.questions(lm, articles, length, seed)
+    unread = [(_filled(policy, per_head, length), "context") for policy in by_name(context_only, heads, tables)]
+    plan = [(needles, read(needles, needle) + unread), (keys, read(keys, ruler)), (qa_items, read(qa_items, qa))]
     for items, policies in plan:
         if any(isinstance(policy, FilledCompilerKV) for policy, _ in policies):
-            quality.apart(alone.values(), (item.document for item in items))
+            quality.require_unseen(per_head.values(), (item.document for item in items))
     return plan
 
 
-def _filled(policy: Policy, alone: Mapping[int, DecisionTables], length: int) -> Policy:
+def _filled(policy: Policy, per_head: Mapping[int, DecisionTables], length: int) -> Policy:
     if not isinstance(policy, FilledCompilerKV):
         return policy
-    weights = quality.nearest(alone, policy.entries(length))
+    weights = quality.nearest(per_head, policy.entries(length))
     return policy if weights is None else policy.using(weights)
 
 
@@ -121,7 +121,7 @@ def full_only(
     return plan
 
 
-def asked(plan: Plan) -> pd.DataFrame:
+def questions_table(plan: Plan) -> pd.DataFrame:
     """What a plan asks: task, document, asked, right answer."""
     return pd.DataFrame(
         {

@@ -55,12 +55,12 @@ def forced(lm: LM, sessions: Sequence[Session], answer: Tensor, at_once: bool) -
     Returns:
         float32 logits `[sessions, n - 1, vocabulary]` of the tokens from the second on.
     """
-    told = answer[:-1].to(lm.device).expand(len(sessions), -1)
+    tokens = answer[:-1].to(lm.device).expand(len(sessions), -1)
     with compress(lm.model, Full(), turns="leave") as together:
         past = together.join(sessions)
         rest = [
             lm.model(ids, past_key_values=past, use_cache=True).logits
-            for ids in told.split(told.shape[1] if at_once else 1, dim=1)
+            for ids in tokens.split(tokens.shape[1] if at_once else 1, dim=1)
         ]
     return torch.cat(rest, 1).float()
 
@@ -90,11 +90,11 @@ def follow(
 
 
 @torch.inference_mode()
-def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator[dict[str, Any]]:
+def passes(lm: LM, item: Item, policies: Sequence[tuple[Policy, str]]) -> Iterator[dict[str, Any]]:
     """The right answer to one example under every policy, all from one prefill.
 
     Args:
-        wanted: policies, each with where it compresses: "prompt" (the question has been read) or "context".
+        policies: policies, each with where it compresses: "prompt" (the question has been read) or "context".
 
     Yields:
         nll, score and hits (see `follow`), scored_tokens, prompt_tokens, and the stored bytes of keys and values at the
@@ -103,7 +103,7 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
     Raises:
         KvlabError: an answer without a scored token.
     """
-    at_context = any(at == "context" for _, at in wanted)
+    at_context = any(at == "context" for _, at in policies)
     fed = evaluation.feed(lm, item.example, "context" if at_context else "prompt")
     tokenizer = lm.require_tokenizer("answers cannot be scored")
     answer = torch.tensor(tokenizer(item.answer, add_special_tokens=False)["input_ids"])
@@ -113,7 +113,7 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
             f"{SCORED_FROM + 1} are needed, because the first {SCORED_FROM} are not scored"
         )
     results: dict[tuple[Policy, str], dict[str, Any]] = {}
-    gathered = gather(lm.model, [policy for policy, _ in wanted])
+    gathered = gather(lm.model, [policy for policy, _ in policies])
     with gathered:
         out = lm.model(fed.ids[:, : fed.context], use_cache=True, logits_to_keep=1)
     rest = fed.ids[:, fed.context :]
@@ -123,7 +123,7 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
             with gathered:
                 out = lm.model(rest, past_key_values=prefilled, use_cache=True, logits_to_keep=1)
         prefilled.memory = Memory()
-        at_point = [policy for policy, where in wanted if where == at]
+        at_point = [policy for policy, where in policies if where == at]
         for batch, at_once in _batches(at_point):
             sessions, firsts = [], []
             for policy in batch:
@@ -136,8 +136,8 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
                         first = lm.model(rest, past_key_values=past, use_cache=True, logits_to_keep=1).logits[0, -1]
                 sessions.append(session)
                 firsts.append(first)
-            followed = follow(lm, sessions, firsts, answer, at_once)
-            for policy, session, (nll, score, hits) in zip(batch, sessions, followed, strict=True):
+            continuations = follow(lm, sessions, firsts, answer, at_once)
+            for policy, session, (nll, score, hits) in zip(batch, sessions, continuations, strict=True):
                 results[policy, at] = {
                     "nll": nll,
                     "score": score,
@@ -146,15 +146,15 @@ def passes(lm: LM, item: Item, wanted: Sequence[tuple[Policy, str]]) -> Iterator
                     "prompt_tokens": fed.ids.shape[1],
                     "kv_bytes": session.kv_bytes,
                 }
-    for key in wanted:
+    for key in policies:
         yield results[key]
 
 
 def _batches(policies: Sequence[Policy]) -> Iterator[tuple[list[Policy], bool]]:
     """Batches of policies, each with whether its policies do nothing while decoding."""
-    for resting in (True, False):
-        alike = [policy for policy in policies if policy.needs.acts_while_decoding != resting]
-        yield from ((batch, resting) for batch in batches(alike))
+    for static in (True, False):
+        alike = [policy for policy in policies if policy.needs.acts_while_decoding != static]
+        yield from ((batch, static) for batch in batches(alike))
 
 
 # ---------------------------------------------------------------------------------------------------- a whole run
@@ -186,16 +186,16 @@ def measure(
         # compilerkv and duoattention say at every prompt that they run without tables or head scores.
         warnings.simplefilter("ignore", UserWarning)
         for items, policies in plan:
-            wanted = list(dict.fromkeys([(Full(), "prompt"), *policies]))
+            systems = list(dict.fromkeys([(Full(), "prompt"), *policies]))
             for item in items:
-                keys = {pair: _key(lm, item, *pair) for pair in wanted}
-                missing = [pair for pair in wanted if keys[pair] not in known]
+                keys = {pair: _key(lm, item, *pair) for pair in systems}
+                missing = [pair for pair in systems if keys[pair] not in known]
                 for pair, result in zip(missing, passes(lm, item, missing) if missing else (), strict=True):
                     known[keys[pair]] = result
                     if file is not None:
                         file.write(json.dumps({"key": keys[pair], **result}) + "\n")
                         file.flush()
-                rows += [_row(item, *pair, known[keys[pair]]) for pair in wanted]
+                rows += [_row(item, *pair, known[keys[pair]]) for pair in systems]
                 bar.update()
     return pd.DataFrame(rows)
 

@@ -66,12 +66,12 @@ class QuestionZSMerge(ZSMerge):
         return self.window + self.after
 
     def scores(self, prompt: Prompt) -> Tensor:
-        def asked(rows: Tensor) -> Tensor:
+        def of_question(rows: Tensor) -> Tensor:
             return self._decayed(rows[..., : rows.shape[-2] - self.after, :])
 
         return prompt.share(
             ("zsmerge", self.window, self.decay, self.after),
-            lambda: attention.sum_over_group(prompt.window_attention(self.observes, asked), prompt.kv_heads),
+            lambda: attention.sum_over_group(prompt.window_attention(self.observes, of_question), prompt.kv_heads),
         )
 
 

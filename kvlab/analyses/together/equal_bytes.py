@@ -127,15 +127,15 @@ def interpolate(size: Sequence[float], values: Sequence[float], at: float, verb:
     """
     if len(size) != len(values) or not len(size) or min(size) <= 0 or at <= 0:
         raise KvlabError("a curve needs as many values as sizes, at least one, and sizes above zero")
-    logs, wanted = [math.log(n) for n in size], math.log(at)
+    logs, target = [math.log(n) for n in size], math.log(at)
     # From the last point back; each has the part of the curve before it.
     for i in reversed(range(len(logs))):
-        if math.isclose(logs[i], wanted, abs_tol=1e-9):
+        if math.isclose(logs[i], target, abs_tol=1e-9):
             return Reading(float(values[i]))
-        if i and min(logs[i - 1 : i + 1]) < wanted < max(logs[i - 1 : i + 1]):
-            part = (wanted - logs[i - 1]) / (logs[i] - logs[i - 1])
+        if i and min(logs[i - 1 : i + 1]) < target < max(logs[i - 1 : i + 1]):
+            part = (target - logs[i - 1]) / (logs[i] - logs[i - 1])
             return Reading(float(values[i - 1] + part * (values[i] - values[i - 1])))
-    if wanted < min(logs):
+    if target < min(logs):
         return Reading(None, f"{verb} at least {mebibytes(min(size))}")
     return Reading(None, f"{verb} at most {mebibytes(max(size))}")
 
@@ -190,8 +190,8 @@ def ranks(equal: pd.DataFrame) -> pd.DataFrame:
     """
     known = equal.dropna(subset="value").reset_index(drop=True)
     signed = known["value"].where(known["measure"].isin(BETTER_LOW), -known["value"])
-    places = signed.groupby([known["measure"], known["document"]]).rank(method="average")
-    return known.assign(rank=places).filter(["policy", "measure", "document", "rank"])
+    ranked = signed.groupby([known["measure"], known["document"]]).rank(method="average")
+    return known.assign(rank=ranked).filter(["policy", "measure", "document", "rank"])
 
 
 def summary(equal: pd.DataFrame, by: str = "output_error") -> pd.DataFrame:
@@ -200,13 +200,13 @@ def summary(equal: pd.DataFrame, by: str = "output_error") -> pd.DataFrame:
     Columns: policy; for each measure MEASURE, MEASURE_low, MEASURE_high over documents; rank, rank_low and rank_high by
     the measure `by`; reason.
     """
-    places = ranks(equal).query("measure == @by")
+    ranked = ranks(equal).query("measure == @by")
     rows = []
     for name, part in equal.groupby("policy", sort=False):
         columns = {
             quality: part.query("measure == @quality")["value"].to_numpy() for quality in part["measure"].unique()
         }
-        columns["rank"] = places.query("policy == @name")["rank"].to_numpy()
+        columns["rank"] = ranked.query("policy == @name")["rank"].to_numpy()
         row = {"policy": name}
         for column, values in columns.items():
             value, (low, high) = _summary(values)
@@ -238,10 +238,10 @@ def findings(table: pd.DataFrame, shares: Mapping[str, Sequence[float]]) -> Find
     for side, of_side in shares.items():
         for share in of_side:
             equal = at_equal(table, side, share)
-            places = (
+            ranked = (
                 ranks(equal).query("measure == 'output_error'").assign(measure="rank", value=lambda part: part["rank"])
             )
-            for name, of_policy in pd.concat([equal.dropna(subset="value"), places]).groupby("policy", sort=False):
+            for name, of_policy in pd.concat([equal.dropna(subset="value"), ranked]).groupby("policy", sort=False):
                 for measure, part in of_policy.groupby("measure", sort=False):
                     findings.add(AT_EQUAL, part["value"], side=side, share=share, policy=name, measure=measure)
     return findings

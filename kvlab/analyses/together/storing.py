@@ -55,7 +55,7 @@ EVICT = "evict_or_quantise/{storage}/{policy}/{measure}"
 """A policy as it is at the bytes of the full cache in `storage`, minus that cache: above zero, quantising wins."""
 BOTH = "both_or_quantise/{storage}/{policy}/{other}/{measure}"
 """A policy stored as `other` at the bytes of the full cache in `storage`, minus that cache: below zero, both are."""
-ALONE = "both_or_evict/{share:g}/{policy}/{other}/{measure}"
+BOTH_OR_EVICT = "both_or_evict/{share:g}/{policy}/{other}/{measure}"
 """A policy as it is minus the same stored as `other`, both at a share of the full cache: above zero, both win."""
 
 
@@ -152,7 +152,7 @@ def _divergences(lm: LM, trace: Trace, found: Sequence[System]) -> Measured:
         raise KvlabError("this trace holds no token ids, so nothing can be fed along its response")
     prompt, response = trace.ids[None, : trace.prompt_length], trace.ids[trace.prompt_length :]
     full = None
-    for system, logits, size in under(lm, prompt, response, found, _repeated(lm, trace, prompt, found)):
+    for system, logits, size in logits_of_systems(lm, prompt, response, found, _repeated(lm, trace, prompt, found)):
         chances = logits[scores.SCORED_FROM - 1 :].log_softmax(-1)
         full = chances if full is None else full
         yield system, "kl", float(F.kl_div(chances, full, reduction="batchmean", log_target=True)), size
@@ -174,13 +174,13 @@ def _digits(lm: LM, item: Item, found: Sequence[System]) -> Measured:
     tokenizer = lm.require_tokenizer("answers cannot be scored")
     answer = torch.tensor(tokenizer(item.answer, add_special_tokens=False)["input_ids"])
     scored = slice(scores.SCORED_FROM, None)
-    for system, logits, size in under(lm, prompt, answer, found):
+    for system, logits, size in logits_of_systems(lm, prompt, answer, found):
         missed = logits.argmax(-1).cpu()[scores.SCORED_FROM - 1 :] != answer[scored]
         yield system, "needles_lost", float(missed.float().mean()), size
 
 
 @torch.inference_mode()
-def under(
+def logits_of_systems(
     lm: LM,
     prompt: Tensor,
     continuation: Tensor,
@@ -225,13 +225,13 @@ def under(
 
 def _batches(found: Sequence[System]) -> Iterator[tuple[list[System], bool]]:
     """Batches of systems, each with whether nothing that they have stored changes while they decode."""
-    for resting in (True, False):
+    for static in (True, False):
         alike = [
             system
             for system in found
-            if resting == (system.form == PLAIN and not system.policy.needs.acts_while_decoding)
+            if static == (system.form == PLAIN and not system.policy.needs.acts_while_decoding)
         ]
-        yield from ((batch, resting) for batch in batches(alike))
+        yield from ((batch, static) for batch in batches(alike))
 
 
 # ---------------------------------------------------------------------------------------------------- at equal bytes
@@ -292,11 +292,13 @@ def findings(measured: pd.DataFrame, shares: Sequence[float]) -> Findings:
         everything = _column(wholes.query("storage == @PLAIN"), "full_bytes")
         for share in shares:
             for policy in policies:
-                alone = read_off(measured, policy, PLAIN, name, share * everything)
+                evicted = read_off(measured, policy, PLAIN, name, share * everything)
                 for other in forms:
                     both = read_off(measured, policy, other, name, share * everything)
-                    if other != PLAIN and alone is not None and both is not None:
-                        found.add_difference(ALONE, alone, both, share=share, policy=policy, other=other, measure=name)
+                    if other != PLAIN and evicted is not None and both is not None:
+                        found.add_difference(
+                            BOTH_OR_EVICT, evicted, both, share=share, policy=policy, other=other, measure=name
+                        )
     return found
 
 

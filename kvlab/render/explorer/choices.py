@@ -22,7 +22,7 @@ def label(choice: str | Policy) -> str:
     return f"{choice.name}({own})" if own else choice.name
 
 
-def given(choice: str | Policy, trace: Trace) -> int | None:
+def budget_of(choice: str | Policy, trace: Trace) -> int | None:
     """The budget of a policy given as an object, in entries; None for a name, and for a policy without a budget."""
     if not isinstance(choice, Policy) or "budget" not in type(choice).model_fields:
         return None
@@ -34,7 +34,7 @@ def default_budgets(trace: Trace, *chosen: str | Policy) -> list[int]:
     budgets.
     """
     lowest = max(minimum(choice) for choice in chosen)
-    own = {budget for choice in chosen if (budget := given(choice, trace)) is not None and budget >= lowest}
+    own = {budget for choice in chosen if (budget := budget_of(choice, trace)) is not None and budget >= lowest}
     stops = {2**k for k in range(4, 18) if lowest <= 2**k < trace.prompt_length} | own
     return sorted(stops) or [max(lowest, 1)]
 
@@ -52,14 +52,14 @@ def fits(trace: Trace, name: str, budget: int) -> bool:
     try:
         policy = made(name, max(budget, minimum(name)))
         needs = policy.needs
-        held = needs.pseudo is None or trace.prompt.pseudo(policy) is not None
+        has_pseudo = needs.pseudo is None or trace.prompt.pseudo(policy) is not None
         trace.prompt.answers(policy)
     except KvlabError:  # also raised by a user's policy that cannot be made from a budget alone
         return False
     queries = trace.queries.shape[2] - trace.steps
     if queries < needs.window(trace.prompt_length) or (needs.accumulated and trace.accumulated is None):
         return False
-    return held and not (needs.perplexity and trace.nll is None)
+    return has_pseudo and not (needs.perplexity and trace.nll is None)
 
 
 def checked(trace: Trace, layer: int, head: int, step: int) -> Spot:

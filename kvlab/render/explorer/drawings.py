@@ -181,10 +181,10 @@ def _map(
         f'<text x="{MARGIN - 3}" y="{y * CELL + 9}" text-anchor="end">{numbers[y]}</text>'
         for y in range(0, layers, max(1, layers // 10))
     )
-    apart = math.ceil(9 / width)
+    stride = math.ceil(9 / width)
     marks += "".join(
         f'<text x="{MARGIN + (x + 0.5) * width:.4g}" y="{high + 9}" text-anchor="middle">{x}</text>'
-        for x in range(0, columns, next(m for m in (1, 2, 4, 8, 16, 32, 64, 128) if m >= apart))
+        for x in range(0, columns, next(m for m in (1, 2, 4, 8, 16, 32, 64, 128) if m >= stride))
     )
     marks += f'<text x="{MARGIN}" y="{high + 19}">{names[1]}</text>'
     scale = (

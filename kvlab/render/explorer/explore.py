@@ -78,7 +78,9 @@ def explore(
     for choice in (left, right):
         if isinstance(choice, str) and choice not in policies():
             raise KvlabError(unknown(choice))
-    if choices.label(left) == choices.label(right) and choices.given(left, trace) != choices.given(right, trace):
+    if choices.label(left) == choices.label(right) and choices.budget_of(left, trace) != choices.budget_of(
+        right, trace
+    ):
         raise KvlabError(
             f"both sides are {choices.label(left)}, and the slider gives both the same budget: choose two "
             "policies that differ in something else"
@@ -92,11 +94,11 @@ def explore(
         stops = sorted({*stops, whole("a budget", budget)})
     if not stops or min(stops) < 1:
         raise KvlabError(f"budgets must be whole numbers of entries from 1 on, and are {stops}")
-    likely = (budget, choices.given(left, trace), choices.given(right, trace), stops[len(stops) // 2])
+    likely = (budget, choices.budget_of(left, trace), choices.budget_of(right, trace), stops[len(stops) // 2])
     begin = next(int(stop) for stop in likely if stop in stops)
     explorer = Explorer(trace, left, right, stops, begin, Spot(0, 0, 1), texts(trace, lm))
     first = explorer.worst()
-    explorer.place = choices.checked(
+    explorer.spot = choices.checked(
         trace,
         layer=first.layer if layer is None else layer,
         head=first.head if head is None else head,

@@ -56,7 +56,7 @@ class Explorer:
     made in the background, so that the budget slider does not wait.
 
     Attributes:
-        place: the query that is shown.
+        spot: the query that is shown.
         chosen: the names of the two policies.
         budget: entries for each layer and KV head.
     """
@@ -74,7 +74,7 @@ class Explorer:
         self.trace, self.tokens, self.budgets = trace, list(tokens), list(budgets)
         self._own = {choices.label(choice): choice for choice in (left, right) if isinstance(choice, Policy)}
         self.chosen = [choices.label(choice) for choice in (left, right)]
-        self.budget, self.place = budget, spot
+        self.budget, self.spot = budget, spot
         self._replays: dict[tuple[str, int], Replay] = {}
         self._locks: dict[tuple[str, int], threading.Lock] = {}
         self._lock = threading.Lock()
@@ -110,7 +110,7 @@ class Explorer:
 
     def looks(self) -> list[Look]:
         """The chosen query under each of the two policies."""
-        return self._looks(self.chosen, self.budget, self.place)
+        return self._looks(self.chosen, self.budget, self.spot)
 
     def _looks(self, chosen: Sequence[str], budget: int, spot: Spot) -> list[Look]:
         return [Look(self.replay(name, budget), spot, name) for name in chosen]
@@ -123,7 +123,7 @@ class Explorer:
         """Show another query or policy: any of left, right, budget, layer, head, step.
 
         Raises:
-            KvlabError: no such policy, budget or place in this trace, or a policy that needs a larger budget. The
+            KvlabError: no such policy, budget or query in this trace, or a policy that needs a larger budget. The
                 picture then stays as it was.
         """
         known = (*SIDES, "budget", "layer", "head", "step")
@@ -137,11 +137,11 @@ class Explorer:
         budget = changes.get("budget", self.budget)
         if budget not in self.budgets:
             raise KvlabError(f"the budgets of this view are {', '.join(map(str, self.budgets))}, and not {budget}")
-        wanted = {name: changes.get(name, getattr(self.place, name)) for name in ("layer", "head", "step")}
-        spot = choices.checked(self.trace, **wanted)
+        target = {name: changes.get(name, getattr(self.spot, name)) for name in ("layer", "head", "step")}
+        spot = choices.checked(self.trace, **target)
         # Before anything is changed: a policy may refuse.
         self._looks(chosen, budget, spot)
-        self.place, self.chosen, self.budget = spot, chosen, budget
+        self.spot, self.chosen, self.budget = spot, chosen, budget
         self._redraw()
         if set(SIDES) & set(changes):
             self.look_ahead()
@@ -173,8 +173,8 @@ class Explorer:
             self._ahead = ThreadPoolExecutor(1)
         # The nearest budgets are the most likely to be looked at next.
         at = self.budgets.index(self.budget)
-        near = sorted(self.budgets, key=lambda budget: abs(self.budgets.index(budget) - at))
-        self._queued = [self._ahead.submit(self._make, name, budget) for budget in near for name in self.chosen]
+        nearest = sorted(self.budgets, key=lambda budget: abs(self.budgets.index(budget) - at))
+        self._queued = [self._ahead.submit(self._make, name, budget) for budget in nearest for name in self.chosen]
         return self._queued
 
     def _make(self, name: str, budget: int) -> None:
@@ -204,7 +204,7 @@ class Explorer:
 
         wide = widgets.Layout(width="312px")
         style = {"description_width": "70px"}
-        trace, spot = self.trace, self.place
+        trace, spot = self.trace, self.spot
 
         def common(name: str) -> dict[str, Any]:
             return {"description": name, "tooltip": HELP[name], "layout": wide, "style": style}
@@ -230,13 +230,13 @@ class Explorer:
         }
         for name, control in self._controls.items():
             control.observe(lambda change, name=name: self._moved(name, change["new"]), names="value")
-        places = {
+        spots = {
             "worst of left": ("where the left policy loses much attention on few tokens", lambda: self.worst("left")),
             "worst of right": ("the same for the right policy", lambda: self.worst("right")),
             "most different": ("where one policy loses much on few tokens, the other not", self.most_different),
         }
         buttons = []
-        for name, (about, find) in places.items():
+        for name, (about, find) in spots.items():
             button = widgets.Button(description=name, tooltip=about)
             button.on_click(lambda _, find=find: self._answer(lambda: self.show(**vars(find()))))
             buttons.append(button)
@@ -249,7 +249,7 @@ class Explorer:
             [
                 widgets.HBox(list(self._controls.values()), layout=wrapped),
                 widgets.HBox(buttons, layout=wrapped),
-                widgets.HTML(_help([*HELP.items(), *((name, about) for name, (about, _) in places.items())])),
+                widgets.HTML(_help([*HELP.items(), *((name, about) for name, (about, _) in spots.items())])),
                 self._message,
                 drawn,
             ]
@@ -285,12 +285,12 @@ class Explorer:
         if value != self._shown(name):
             self._answer(lambda: self.show(**{name: value}))
 
-    def _answer(self, ask: Callable[[], None]) -> None:
+    def _answer(self, action: Callable[[], None]) -> None:
         """Do what a control asks for. An error is shown beside the controls, which then go back to what the picture
         shows.
         """
         try:
-            ask()
+            action()
             self._message.value = ""
         except Exception as error:
             about = str(error) if isinstance(error, KvlabError) else f"{type(error).__name__}: {error}"
@@ -303,7 +303,7 @@ class Explorer:
     def _shown(self, name: str) -> Any:
         if name in SIDES:
             return self.chosen[SIDES.index(name)]
-        return self.budget if name == "budget" else getattr(self.place, name)
+        return self.budget if name == "budget" else getattr(self.spot, name)
 
     def _follow(self) -> None:
         for name, control in self._controls.items():
@@ -331,7 +331,7 @@ class Explorer:
     def __repr__(self) -> str:
         return (
             f"Explorer({' and '.join(self.chosen)} at {self.budget} on {self.trace.signature}, layer "
-            f"{self.place.layer}, head {self.place.head}, step {self.place.step})"
+            f"{self.spot.layer}, head {self.spot.head}, step {self.spot.step})"
         )
 
 

@@ -26,7 +26,7 @@ from kvlab.render.explorer.html_medium import (
     TEXT,
     Medium,
 )
-from kvlab.render.explorer.token_html import AROUND, STRONG, WEAK, inline, passages, shown, tag_of, text, worst
+from kvlab.render.explorer.token_html import CONTEXT_TOKENS, STRONG, WEAK, inline, passages, shown, tag_of, text, worst
 
 if TYPE_CHECKING:
     from kvlab.render.explorer.query_view import Look
@@ -53,17 +53,17 @@ def page(looks: Sequence[Look], tokens: Sequence[str], mark: str = "kvlab") -> s
 def where(look: Look, tokens: Sequence[str]) -> str:
     """The query that is shown, in words, and the trace that it belongs to."""
     spot, position = look.spot, look.trace.prompt_length + look.spot.step - 1
-    about, said = "", ""
+    about, location = "", ""
     if position < len(tokens):
         about = f"the query of <b>{escape(shown(tokens, position))}</b> at "
-        before, after = tokens[max(0, position - AROUND) : position], tokens[position + 1 : position + 5]
-        said = (
+        before, after = tokens[max(0, position - CONTEXT_TOKENS) : position], tokens[position + 1 : position + 5]
+        location = (
             f" in <i>… {inline(before)}<b>{inline(tokens[position : position + 1])}</b>"
             f'<span style="color:{FAINT}">{inline(after)}</span> …</i>'
         )
     return (
         f"<div>layer {spot.layer}, query head {spot.head}, decoding step {spot.step}: {about}position "
-        f'{position:,}{said}</div><div style="font-size:11px;color:{FAINT};overflow-wrap:anywhere">'
+        f'{position:,}{location}</div><div style="font-size:11px;color:{FAINT};overflow-wrap:anywhere">'
         f"{escape(look.trace.signature)}</div>"
     )
 

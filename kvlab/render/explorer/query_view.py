@@ -73,9 +73,9 @@ class Look:
     @cached_property
     def stored(self) -> Tensor:
         """Which keys are stored when the query comes, its own included, read or not; bool `[prompt + step]`."""
-        held = self._mask(self.result.stored(self.spot.layer, self.spot.step - 1))
-        held[-1] = True
-        return held | self.read
+        stored = self._mask(self.result.stored(self.spot.layer, self.spot.step - 1))
+        stored[-1] = True
+        return stored | self.read
 
     @cached_property
     def lost(self) -> Tensor:

@@ -16,13 +16,13 @@ from kvlab.render.explorer.html_medium import BLUE, FAINT, GONE, INK, LEVELS, LO
 if TYPE_CHECKING:
     from kvlab.render.explorer.query_view import Look
 
-LOUD = "#a84a00"  # the tokens that the query lost the most on
+LOST_MOST = "#a84a00"  # the tokens that the query lost the most on
 # Shares of the attention on one token: from the first on in full colour; from the second on told under the mouse; below
 # the third not painted.
-STRONG, TOLD, WEAK = 0.05, 0.002, 0.0005
+STRONG, MODERATE, WEAK = 0.05, 0.002, 0.0005
 # In a long text at most PASSAGES passages are open at first: the tokens that lost the most, with AROUND tokens on each
 # side, as far as each lost at least the share WORTH of the first one's loss. So all of it fits into the height.
-PASSAGES, AROUND, WORTH = 4, 12, 0.1
+PASSAGES, CONTEXT_TOKENS, LEAST_SHARE = 4, 12, 0.1
 SHORT = 300  # tokens; a text this short is open as a whole, and a gap below a tenth of it is not folded
 
 
@@ -35,8 +35,8 @@ class _Visible(dict):
     HARMLESS = (0x200C, 0x200D, 0x200E, 0x200F)
 
     def __missing__(self, code: int) -> str:
-        odd = unicodedata.category(chr(code)) in ("Cc", "Cf", "Cs", "Zl", "Zp") and code not in self.HARMLESS
-        self[code] = f"⟨U+{code:04X}⟩" if odd else chr(code)
+        invisible = unicodedata.category(chr(code)) in ("Cc", "Cf", "Cs", "Zl", "Zp") and code not in self.HARMLESS
+        self[code] = f"⟨U+{code:04X}⟩" if invisible else chr(code)
         return self[code]
 
 
@@ -85,13 +85,13 @@ def passages_of(lost: Tensor) -> list[range]:
     """The same of shares `[tokens]` of whatever was lost on each token."""
     length = len(lost)
     best = lost.topk(min(PASSAGES, length))
-    least = max(WEAK, WORTH * float(best.values[0])) if length else 0.0
+    least = max(WEAK, LEAST_SHARE * float(best.values[0])) if length else 0.0
     centres = sorted(p for share, p in zip(best.values.tolist(), best.indices.tolist(), strict=True) if share >= least)
     if length <= SHORT or not centres:
         return [range(length)]
     spans: list[range] = []
     for centre in centres:
-        start, stop = max(0, centre - AROUND), min(length, centre + AROUND + 1)
+        start, stop = max(0, centre - CONTEXT_TOKENS), min(length, centre + CONTEXT_TOKENS + 1)
         start = 0 if start < SHORT / 10 else start
         if spans and start - spans[-1].stop < SHORT / 10:
             start = spans.pop().start
@@ -137,7 +137,7 @@ def _painted(look: Look, tokens: Sequence[str], span: range, linked: set[int], m
         state = READ if is_read else STORED if is_stored else GONE
         kind = _level(share) or state
         extra = f' id="{mark}-{position}"' if position in linked else ""
-        if share >= TOLD:
+        if share >= MODERATE:
             extra += f' title="position {position}: {share:.2%} of the attention, {state}"'
         if not extra and runs and runs[-1][:2] == (kind, extra):
             runs[-1][2].append(tokens[position])
@@ -160,17 +160,17 @@ def lost_most(look: Look, count: int, rows: int = 8) -> dict[int, float]:
     }
 
 
-def worst(look: Look, tokens: Sequence[str], mark: str = "kvlab", around: int = 2) -> str:
+def worst(look: Look, tokens: Sequence[str], mark: str = "kvlab", context: int = 2) -> str:
     """The tokens on which the most attention was lost, each with its neighbours and a link to its place."""
     lines = []
     for position, share in lost_most(look, len(tokens)).items():
-        before, after = tokens[max(0, position - around) : position], tokens[position + 1 : position + around + 1]
+        before, after = tokens[max(0, position - context) : position], tokens[position + 1 : position + context + 1]
         left, token, right = map(inline, (before, tokens[position] or shown(tokens, position), after))
         lines.append(
             f'<tr style="background:none"><td style="text-align:right">{share:.1%}</td><td style="text-align:right">'
             f'<a href="#{mark}-{position}" title="show it in the text" style="color:rgb{BLUE}">{position:,}</a></td>'
-            f'<td style="text-align:left;overflow-wrap:anywhere">{left}<b style="color:{LOUD}">{token}</b>{right}</td>'
-            "</tr>"
+            f'<td style="text-align:left;overflow-wrap:anywhere">{left}<b style="color:{LOST_MOST}">{token}</b>{right}'
+            "</td></tr>"
         )
     if not lines:
         return f'<div style="font-size:12px;color:{FAINT}">No token lost {WEAK:.2%} of the attention or more.</div>'

@@ -11,7 +11,7 @@ from kvlab import papers
 from kvlab.analyses.compilerkv import ablation, printed, quality, theorem
 from kvlab.analyses.compilerkv.variants import ladder
 from kvlab.render.figures import plots
-from kvlab.render.figures.many_policies import AXIS, at, beside_paper, whisker_lengths
+from kvlab.render.figures.many_policies import AXIS, at
 
 if TYPE_CHECKING:
     import pandas
@@ -57,10 +57,9 @@ def table_1(findings: Findings) -> Figure:
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(18, 4.8), width_ratios=[11, 8, 8])
     labels = {name: label.replace("KV", "-\nKV").replace("LLM", "-\nLLM") for name, label in quality.LABELS.items()}
     labels |= {"compilerkv": "gated", "filled": "filled\nup", "twin": "SnapKV's\ntwin"}
-    beside_paper(
+    plots.paper_beside_ours(
         _printed_by_method(printed.retained(_scores())),
-        findings.frame(quality.RETAINED),
-        key="method",
+        *plots.by_key(findings.frame(quality.RETAINED), "method"),
         labels=labels,
         ylabel="share of the full cache's",
         title="Table 1: what is retained",
@@ -69,11 +68,9 @@ def table_1(findings: Findings) -> Figure:
         ax=left,
     )
     for ax, measure, title in ((middle, "kept", "gain in attention kept"), (right, "recall", "gain in recall")):
-        beside_paper(
+        plots.paper_beside_ours(
             {name: 100 * gain for name, gain in _printed_by_method(printed.gains(_scores())).items()},
-            at(findings.frame(quality.GAIN_FILLED), measure=measure),
-            key="rival",
-            scale=100,
+            *plots.by_key(at(findings.frame(quality.GAIN_FILLED), measure=measure), "rival", 100),
             labels=labels,
             ylabel="CompilerKV over the competitor, %",
             title=f"Table 1: {title}",
@@ -82,7 +79,7 @@ def table_1(findings: Findings) -> Figure:
             value_format="{:.1f}",
             ax=ax,
         )
-        _beside(
+        _other_sets(
             ax,
             {
                 ("gated", "D", OTHERS): at(findings.frame(quality.GAIN), measure=measure),
@@ -93,19 +90,19 @@ def table_1(findings: Findings) -> Figure:
     return figure
 
 
-def _beside(ax: Axes, gains: Mapping[tuple[str, str, str], pandas.DataFrame]) -> None:
+def _other_sets(ax: Axes, gains: Mapping[tuple[str, str, str], pandas.DataFrame]) -> None:
     """Marks beside each pair of bars, one for each (label, marker, colour): the same gains of other sets."""
     legend = ax.get_legend()
     assert legend is not None
     handles: list[Any] = list(legend.get_patches())
     labels = [text.get_text() for text in legend.get_texts()]
     for number, ((label, marker, tint), rows) in enumerate(gains.items()):
-        places = [place + 0.44 + 0.08 * number for place in range(len(rows))]
+        xs = [x + 0.44 + 0.08 * number for x in range(len(rows))]
         handles.append(
             ax.errorbar(
-                places,
+                xs,
                 100 * rows["value"],
-                yerr=whisker_lengths(rows, 100),
+                yerr=plots.spread(rows, 100),
                 fmt=marker,
                 markersize=5,
                 capsize=2,
@@ -216,11 +213,9 @@ def table_2(findings: Findings, entries: float) -> Figure:
     lost = printed.parts(papers.figure("compilerkv", "table2")).to_dict()
     losses = findings.frame(ablation.LOSS)
     for ax, measure, label in ((left, "kept", "attention kept"), (middle, "recall", "recall")):
-        beside_paper(
+        plots.paper_beside_ours(
             {part: 100 * loss for part, loss in lost.items()},
-            _in_order(at(losses, measure=measure), list(PARTS)),
-            key="part",
-            scale=100,
+            *plots.by_key(_in_order(at(losses, measure=measure), list(PARTS)), "part", 100),
             labels=PARTS,
             ylabel="loss without the part, %",
             title=f"Table 2: {label}",
@@ -236,7 +231,7 @@ def table_2(findings: Findings, entries: float) -> Figure:
         stored["value"],
         0.5,
         color=OURS,
-        yerr=whisker_lengths(stored),
+        yerr=plots.spread(stored),
         error_kw={"capsize": 3, "linewidth": 1.2},
     )
     right.axhline(entries, color=AXIS, linewidth=1, linestyle=":")
@@ -294,7 +289,7 @@ def steps_to_snapkv(findings: Findings, shares: Sequence[float]) -> Figure:
             part["value"],
             height,
             color=plots.COLOURS[2 * number],
-            xerr=whisker_lengths(part),
+            xerr=plots.spread(part),
             error_kw={"capsize": 2, "linewidth": 1},
             label=f"{percent} % of the prompt",
         )

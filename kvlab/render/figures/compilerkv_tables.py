@@ -97,9 +97,9 @@ def alpha(effect: Findings) -> Figure:
     for tint, (log, words) in zip(plots.COLOURS, LOGS.items(), strict=False):
         for style, table in (("-", "heads"), ("--", "risk")):
             part = at(effect.table, log=log, table=table)
-            places = part["alpha"].clip(lower=3e-4)
+            xs = part["alpha"].clip(lower=3e-4)
             for ax, column in ((left, "spread"), (right, "neutral")):
-                ax.plot(places, part[column], style, marker="o", color=tint, label=f"{table}, {words}")
+                ax.plot(xs, part[column], style, marker="o", color=tint, label=f"{table}, {words}")
     for ax, ylabel in ((left, "largest - smallest Q (nats)"), (right, "share of states left neutral")):
         ax.set(xscale="log", xlabel="alpha (the leftmost point is 0)", ylabel=ylabel)
     left.set(yscale="log", title="How far apart values lie")
@@ -119,12 +119,10 @@ def held_out(findings: Findings) -> Figure:
         axes, ("nll", "mass"), ("NLL saved (nats per token)", "attention mass saved"), strict=True
     ):
         # The first comparison is drawn at the top.
-        rows = at(gains, measure=measure).to_dict("records")[::-1]
-        for place, row in enumerate(rows):
-            value, low, high = row["value"], row["low"], row["high"]
-            ax.errorbar(value, place, xerr=[[value - low], [high - value]], fmt="o", color=plots.COLOURS[0], capsize=3)
+        rows = at(gains, measure=measure)[::-1]
+        plots.points(ax, rows, range(len(rows)), rows=True)
         ax.axvline(0, color=AXIS, linewidth=1)
-        ax.set_yticks(range(len(rows)), [analysis.COMPARED[row["comparison"]] for row in rows])
+        ax.set_yticks(range(len(rows)), [analysis.COMPARED[comparison] for comparison in rows["comparison"]])
         ax.set_xlabel(label)
         ax.locator_params(axis="x", nbins=6)
         ax.grid(True, axis="x")
@@ -133,7 +131,7 @@ def held_out(findings: Findings) -> Figure:
     return figure
 
 
-def alone(findings: Findings) -> Figure:
+def per_head_gains(findings: Findings) -> Figure:
     """What tables from marginal contributions gain on prompts held out, by budget.
 
     findings: of `alone.held_out`.
@@ -142,9 +140,7 @@ def alone(findings: Findings) -> Figure:
     figure, axes = plt.subplots(1, len(marginal.COMPARED), figsize=(13, 3.8))
     for ax, (comparison, words) in zip(axes, marginal.COMPARED.items(), strict=True):
         rows = at(gains, comparison=comparison)
-        ax.errorbar(
-            range(len(rows)), rows["value"], yerr=plots.spread(rows), fmt="o", color=plots.COLOURS[0], capsize=3
-        )
+        plots.points(ax, rows, range(len(rows)))
         ax.axhline(0, color=AXIS, linewidth=1)
         ax.set_xticks(range(len(rows)), [str(budget) for budget in rows["budget"]])
         ax.margins(x=0.3)

@@ -79,8 +79,10 @@ def figure_2a(findings: Findings) -> Figure:
 def figure_2b(findings: Findings) -> Figure:
     """Figure 2b: the cosine against the assigned position, a curve for each context, SnapKV's place on it ringed."""
     contexts = findings.table.groupby("context", sort=False)["document"]
-    alone = [context for context, documents in contexts if len(set(documents)) == 1]
-    names = {str(context): f"{context} tokens{', one document' * (context in alone)}" for context, _ in contexts}
+    single_document = [context for context, documents in contexts if len(set(documents)) == 1]
+    names = {
+        str(context): f"{context} tokens{', one document' * (context in single_document)}" for context, _ in contexts
+    }
     figure, ax = plt.subplots()
     curves = position.averaged(findings.table)
     plots.lines(
@@ -109,7 +111,7 @@ def figure_2b(findings: Findings) -> Figure:
 def control_cells(findings: Findings, measure: str = "similarity") -> Figure:
     """The same contents at the response's positions and one window before: `control.similarity` or `control.recall`."""
     cells = findings.frame(control.VALUE).query("measure == @measure and place != 'start'")
-    worth = findings.frame(control.POSITION).query("measure == @measure")
+    effects = findings.frame(control.POSITION).query("measure == @measure")
     names = {"right": "where the response will be (L)", "back": "one window before (L - 32)"}
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), width_ratios=[1.6, 1])
     plots.bars(
@@ -124,12 +126,12 @@ def control_cells(findings: Findings, measure: str = "similarity") -> Figure:
         ax=left,
     )
     left.legend(**plots.BELOW)
-    places = range(len(worth))
-    right.errorbar(places, worth["value"], plots.spread(worth), fmt="o", capsize=3, color=plots.COLOURS[0])
+    positions = range(len(effects))
+    plots.points(right, effects, positions)
     content = findings.row(control.CONTENT, measure=measure, place="right")
     right.axhline(content.value, color=plots.COLOURS[1], linestyle="--", label="what the true content is worth at L")
     right.axhline(0, color=plots.EDGE, linewidth=1)
-    right.set_xticks(places, [CONTENTS[name] for name in worth["content"]])
+    right.set_xticks(positions, [CONTENTS[name] for name in effects["content"]])
     right.set_ylabel(f"{MEASURES[measure]}: L less L - 32")
     right.set_title("What the position is worth")
     right.legend(**plots.BELOW)
@@ -277,15 +279,8 @@ def figure_6a(findings: Findings) -> Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.4), width_ratios=[2.4, 1])
     for number, budget in enumerate(budgets):
         part = recalls.loc[recalls["budget"] == budget]
-        left.errorbar(
-            [order.index(content) + 0.16 * (number - (len(budgets) - 1) / 2) for content in part["content"]],
-            part["value"],
-            plots.spread(part),
-            fmt="o",
-            capsize=3,
-            color=plots.COLOURS[number],
-            label=f"{budget} entries",
-        )
+        xs = [order.index(content) + 0.16 * (number - (len(budgets) - 1) / 2) for content in part["content"]]
+        plots.points(left, part, xs, color=plots.COLOURS[number], label=f"{budget} entries")
     # On its right is the content at the wrong position.
     left.axvline(len(order) - 1.5, color="#c5cbd3", linewidth=1)
     left.set_xticks(range(len(order)), [content.replace(" at 0", "\nat 0-31") for content in order])

@@ -36,15 +36,15 @@ def needles(answers: Sequence[Answer]) -> Figure | None:
     return plots.figure_of(plots.needle_heatmap(rows)[0])
 
 
-def draw(answers: Sequence[Answer], path: Path, beside: Sequence[Answer] = ()) -> Path | None:
+def draw(answers: Sequence[Answer], path: Path, compared: Sequence[Answer] = ()) -> Path | None:
     """Write the heatmap of needles, or the scores by turn, to this PNG file and return its path; None without.
 
-    beside: answers of earlier runs; those that were compressed at another moment stand beside these, turn by turn.
+    compared: answers of earlier runs; those that were compressed at another moment stand beside these, turn by turn.
     """
     from kvlab.lib.figures import save
     from kvlab.render.figures import turns
 
-    if figure := needles(answers) or turns.scores(turns.both_moments(answers, beside)):
+    if figure := needles(answers) or turns.scores(turns.with_counterparts(answers, compared)):
         with replacing(path) as part:
             save(figure, part)
         return path
@@ -91,8 +91,8 @@ def show_parts(answers: Sequence[Answer], console: Console) -> None:
         for row in decline(part).to_dict("records"):
             # Adding 0 makes 0 of minus 0, as a mean of tiny errors is shown.
             change = [round(100 * row[name], 1) + 0.0 for name in ("decline", "low", "high")]
-            told = "{:+.1f} ({:+.1f} to {:+.1f})".format(*change)
-            changes[row["policy"], _in_words(row["budget"]), row["storage"]] = told
+            change_text = "{:+.1f} ({:+.1f} to {:+.1f})".format(*change)
+            changes[row["policy"], _in_words(row["budget"]), row["storage"]] = change_text
         title = f"score by turn, %: {mode}".removesuffix(": ")
         _show_by(summary(part, "turn"), "turn", title, console, {"later turns less the first": changes})
 

@@ -37,21 +37,21 @@ def colour(policy: str) -> str:
     return FAMILY_COLOURS.get(equal_bytes.family(policy.partition(" ")[0]), OTHER)
 
 
-def spread_out(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+def spread_out(preferred: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Places for labels, each as near as possible to its wanted place, at least `gap` apart and within low .. high.
 
     Neighbours that are too close form a block, centred on the mean of their wanted places (pool adjacent violators);
     the order stays. Without room for all they are spaced evenly.
     """
-    count = len(wanted)
+    count = len(preferred)
     if not count:
         return []
-    order = np.argsort(wanted, kind="stable")
+    order = np.argsort(preferred, kind="stable")
     if gap * (count - 1) >= high - low:
-        places = np.linspace(low, high, count)
+        positions = np.linspace(low, high, count)
     else:
         # With the i-th label moved down by i gaps, keeping them apart means keeping them in order.
-        targets = [wanted[i] - rank * gap for rank, i in enumerate(order)]
+        targets = [preferred[i] - rank * gap for rank, i in enumerate(order)]
         means, sizes = [], []
         for target in targets:
             means.append(target)
@@ -60,9 +60,9 @@ def spread_out(wanted: Sequence[float], gap: float, low: float, high: float) -> 
                 mean, size = means.pop(), sizes.pop()
                 means[-1] = (means[-1] * sizes[-1] + mean * size) / (sizes[-1] + size)
                 sizes[-1] += size
-        places = np.clip(np.repeat(means, sizes), low, high - gap * (count - 1)) + gap * np.arange(count)
+        positions = np.clip(np.repeat(means, sizes), low, high - gap * (count - 1)) + gap * np.arange(count)
     spread = np.empty(count)
-    spread[order] = places
+    spread[order] = positions
     return spread.tolist()
 
 
@@ -79,26 +79,6 @@ def at(table: pandas.DataFrame, /, **keys: object) -> pandas.DataFrame:
     return table
 
 
-def whisker_lengths(table: pandas.DataFrame, scale: float = 1.0) -> list[Any]:
-    """How far intervals reach below and above their values, for error bars.
-
-    table: value, low, high.
-    """
-    return [scale * side for side in plots.spread(table)]
-
-
-def beside_paper(
-    paper: Mapping[str, float | None], table: pandas.DataFrame, *, key: str, scale: float = 1.0, **options: Any
-) -> Axes:
-    """`plots.paper_beside_ours` of a table of findings.
-
-    table: the column `key`, by which a row finds the paper's value, and value, low, high.
-    scale: factor of our numbers; the options are those of `plots.paper_beside_ours`.
-    """
-    ours, intervals = plots.by_key(table, key, scale)
-    return plots.paper_beside_ours(paper, ours, intervals, **options)
-
-
 def dots(
     table: pandas.DataFrame,
     *,
@@ -106,7 +86,6 @@ def dots(
     title: str,
     reference: tuple[float, str] | None = None,
     ours: bool = True,
-    value_format: str = "{:.2f}",
     ax: Axes | None = None,
 ) -> Axes:
     """One row for each policy, in the order given: a dot with its interval, coloured by family; a paper's is grey.
@@ -115,10 +94,10 @@ def dots(
     """
     ax = plots.axes(ax, (6.4, 0.9 + 0.29 * len(table)))
     rows = table.to_dict("records")
-    for place, row in enumerate(rows):
+    for y, row in enumerate(rows):
         tint = colour(row["policy"]) if ours else plots.PAPER
         interval = row.get("low", row["value"]), row.get("high", row["value"])
-        dot(ax, place, row["value"], interval, tint, value_format, marker="o" if ours else "D")
+        dot(ax, y, row["value"], interval, tint, "{:.2f}", marker="o" if ours else "D")
     named_rows(ax, [row["policy"] for row in rows], [colour(row["policy"]) if ours else INK for row in rows])
     if reference:
         ax.axvline(reference[0], color=FAINT, linewidth=1, linestyle=":")
@@ -140,7 +119,7 @@ def dots(
 
 def dot(
     ax: Axes,
-    place: float,
+    y: float,
     value: float,
     interval: tuple[float, float],
     tint: str,
@@ -148,12 +127,12 @@ def dot(
     marker: str = "o",
 ) -> None:
     """One row: the interval as a bar, the value as a mark, and behind them as a number if there is a format."""
-    ax.plot(interval, [place, place], color=tint, linewidth=2.4, alpha=0.5, solid_capstyle="round")
-    ax.plot(value, place, marker, color=tint, markersize=6.5)
+    ax.plot(interval, [y, y], color=tint, linewidth=2.4, alpha=0.5, solid_capstyle="round")
+    ax.plot(value, y, marker, color=tint, markersize=6.5)
     if value_format:
         ax.annotate(
             value_format.format(value),
-            (interval[1], place),
+            (interval[1], y),
             xytext=(8, 0),
             textcoords="offset points",
             va="center",
@@ -173,7 +152,7 @@ def whiskers(table: pandas.DataFrame, *, names: Mapping[str, str], colours: Mapp
         ax.errorbar(
             part["budget"] * 1.025 ** (number - (len(present) - 1) / 2),
             part["value"],
-            yerr=whisker_lengths(part),
+            yerr=plots.spread(part),
             marker="o",
             color=colours[name],
             label=names[name],
@@ -183,44 +162,44 @@ def whiskers(table: pandas.DataFrame, *, names: Mapping[str, str], colours: Mapp
     return ax
 
 
-def forest(table: pandas.DataFrame, *, xlabel: str, title: str, ax: Axes | None = None) -> Axes:
+def forest(table: pandas.DataFrame, *, xlabel: str, title: str) -> Axes:
     """Paired differences, one row each: blue where the whole interval lies above zero, red below, grey across it.
 
     table: label, value, low, high, and paper, which is shown as a heading where it changes.
     """
     rows = table.to_dict("records")
     papers = list(dict.fromkeys(row["paper"] for row in rows))
-    ax = plots.axes(ax, (8.6, 1.0 + 0.27 * (len(rows) + len(papers))))
-    place, places, labels = 0, [], []
+    ax = plots.axes(size=(8.6, 1.0 + 0.27 * (len(rows) + len(papers))))
+    y, ys, labels = 0, [], []
     for paper in papers:
-        in_row(ax, place, paper, fontsize=10, fontweight="bold", color=INK)
-        place += 1
+        in_row(ax, y, paper, fontsize=10, fontweight="bold", color=INK)
+        y += 1
         for row in rows:
             if row["paper"] == paper:
                 tint = BETTER if row["low"] > 0 else WORSE if row["high"] < 0 else FAINT
-                dot(ax, place, row["value"], (row["low"], row["high"]), tint)
-                places.append(place)
+                dot(ax, y, row["value"], (row["low"], row["high"]), tint)
+                ys.append(y)
                 labels.append(row["label"])
-                place += 1
+                y += 1
     ax.axvline(0, color=INK, linewidth=1)
-    named_rows(ax, labels, [INK] * len(labels), places, place)
+    named_rows(ax, labels, [INK] * len(labels), ys, y)
     ax.set_xlabel(xlabel)
     ax.set_title(title)
     return ax
 
 
-def in_row(ax: Axes, place: float, text: str, **font: Any) -> None:
+def in_row(ax: Axes, y: float, text: str, **font: Any) -> None:
     """A text at the left end of a row, inside the axes."""
     where = blended_transform_factory(ax.transAxes, ax.transData)
     offset = {"xytext": (6, 0), "textcoords": "offset points"}
-    ax.annotate(text, (0, place), xycoords=where, va="center", **offset, **font)
+    ax.annotate(text, (0, y), xycoords=where, va="center", **offset, **font)
 
 
 def named_rows(
-    ax: Axes, names: Sequence[str], tints: Sequence[str], places: Sequence[int] | None = None, count: int | None = None
+    ax: Axes, names: Sequence[str], tints: Sequence[str], ys: Sequence[int] | None = None, count: int | None = None
 ) -> None:
     """Names of rows down the left side, the first at the top, and vertical grid lines only."""
-    ax.set_yticks(range(len(names)) if places is None else places, names, fontsize=9.5)
+    ax.set_yticks(range(len(names)) if ys is None else ys, names, fontsize=9.5)
     for label, tint in zip(ax.get_yticklabels(), tints, strict=True):
         label.set_color(tint)
     ax.set_ylim((len(names) if count is None else count) - 0.4, -0.6)

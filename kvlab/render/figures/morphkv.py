@@ -197,18 +197,16 @@ def figure_7(along: Findings, inside: Findings) -> Figure:
     printed = 100 * papers.figure("morphkv", "figure7").set_index("method").loc[order]
     middle, half = (printed["low"] + printed["high"]) / 2, (printed["high"] - printed["low"]) / 2
     paper.bar(range(len(order)), middle, 0.6, color=plots.PAPER, zorder=2)
-    ranges = [place for place, extent in enumerate(half) if extent > 0]
+    ranges = [index for index, extent in enumerate(half) if extent > 0]
     paper.errorbar(
         ranges, middle.iloc[ranges], yerr=half.iloc[ranges], fmt="none", color=plots.INK, capsize=3, linewidth=1.5
     )
     paper.set(ylabel="loss of the judge's score (%)", title="paper: response x 4")
     for findings, measure, marker, shift in ((along, "mass_lost", "o", -0.2), (inside, "kl", "s", 0.2)):
         frame = findings.frame(responses.SLOPE)
-        for place, name in enumerate(order):
+        for index, name in enumerate(order):
             row = frame.loc[(frame["measure"] == measure) & (frame["policy"] == name)]
-            slopes.errorbar(
-                [place + shift], row["value"], yerr=plots.spread(row), color=COLOURS[name], capsize=3, fmt=marker
-            )
+            plots.points(slopes, row, [index + shift], color=COLOURS[name], fmt=marker)
         slopes.plot([], [], marker, color=plots.INK, label={"mass_lost": "mass lost", "kl": "KL (nats)"}[measure])
     slopes.axhline(0, color=plots.INK, linewidth=1)
     slopes.legend()
@@ -366,8 +364,8 @@ def _gains_by_setting(ablation: Findings, regimes: Findings, capacity: int) -> p
 def _gain_of_sum(ax: Axes, gains: pandas.DataFrame, title: str, colour: str, marker: str) -> None:
     """A row for each setting: the gain in per cent with its interval."""
     percent = 100 * gains.filter(["value", "low", "high"])
-    places = range(len(gains))
-    ax.errorbar(percent["value"], places, xerr=plots.spread(percent), fmt=marker, color=colour, capsize=3)
+    ys = range(len(gains))
+    plots.points(ax, percent, ys, rows=True, fmt=marker, color=colour)
     ax.axvline(0, color=plots.INK, linewidth=1)
     ax.set(xlabel="gain of sum over max (%)", title=title, ylim=(len(gains) - 0.5, -0.5))
-    ax.set_yticks(places, gains["setting"])
+    ax.set_yticks(ys, gains["setting"])

@@ -136,8 +136,7 @@ def stated_and_recomputed(memory: Findings, gains: Findings) -> Figure:
 
 def _points(ax: Axes, rows: pandas.DataFrame, colours: list[str], labels: list[str]) -> None:
     """A row for each: its value with its interval."""
-    for place, (colour, (_, row)) in enumerate(zip(colours, rows.iterrows(), strict=True)):
-        reach = [[row["value"] - row["low"]], [row["high"] - row["value"]]]
-        ax.errorbar([row["value"]], [place], xerr=reach, color=colour, capsize=3, fmt="o")
+    for y, colour in enumerate(colours):
+        plots.points(ax, rows.iloc[[y]], [y], rows=True, color=colour)
     ax.set_yticks(range(len(labels)), labels)
     ax.set_ylim(len(labels) - 0.5, -0.5)

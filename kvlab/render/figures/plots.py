@@ -19,6 +19,7 @@ from kvlab.errors import KvlabError
 if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
+    from matplotlib.container import ErrorbarContainer
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
@@ -90,9 +91,23 @@ def _bars(low_high: tuple[float, float] | None, value: float) -> tuple[float, fl
     return (max(value - low_high[0], 0.0), max(low_high[1] - value, 0.0)) if low_high else (0.0, 0.0)
 
 
-def spread(frame: pandas.DataFrame) -> list[pandas.Series]:
-    """How far the ends of intervals lie from their values (below, then above), as matplotlib's error bars want it."""
-    return [frame.loc[:, "value"] - frame.loc[:, "low"], frame.loc[:, "high"] - frame.loc[:, "value"]]
+def spread(frame: pandas.DataFrame, scale: float = 1) -> list[pandas.Series]:
+    """How far the ends of intervals lie from their values (below, then above), times `scale`, for error bars."""
+    below, above = frame.loc[:, "value"] - frame.loc[:, "low"], frame.loc[:, "high"] - frame.loc[:, "value"]
+    return [scale * below, scale * above]
+
+
+def points(
+    ax: Axes, frame: pandas.DataFrame, positions: Sequence[float], *, rows: bool = False, **options: Any
+) -> ErrorbarContainer:
+    """Add findings as points with bars for their intervals: at `positions` along x, or in rows at `positions` along y.
+
+    frame: value, low, high; the options are those of `Axes.errorbar`.
+    """
+    options = {"fmt": "o", "color": COLOURS[0], "capsize": 3} | options
+    if rows:
+        return ax.errorbar(frame["value"], positions, xerr=spread(frame), **options)
+    return ax.errorbar(positions, frame["value"], yerr=spread(frame), **options)
 
 
 def by_key(
@@ -127,10 +142,10 @@ def paper_beside_ours(
     """
     ax = axes(ax)
     keys, width = list(ours), 0.38
-    for place, key in enumerate(keys):
+    for x, key in enumerate(keys):
         if (printed := paper.get(key)) is not None:
-            _bar(ax, place - width / 2, float(printed), width, PAPER, value_format)
-        _bar(ax, place + width / 2, float(ours[key]), width, COLOURS[0], value_format, (intervals or {}).get(key))
+            _bar(ax, x - width / 2, float(printed), width, PAPER, value_format)
+        _bar(ax, x + width / 2, float(ours[key]), width, COLOURS[0], value_format, (intervals or {}).get(key))
     ax.set_xticks(range(len(keys)), [(labels or {}).get(key, key) for key in keys])
     ax.tick_params(axis="x", length=0)
     handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in (PAPER, COLOURS[0])]
@@ -141,7 +156,7 @@ def paper_beside_ours(
 
 def _bar(
     ax: Axes,
-    place: float,
+    x: float,
     value: float,
     width: float,
     colour: str,
@@ -149,13 +164,13 @@ def _bar(
     interval: tuple[float, float] | None = None,
 ) -> None:
     below, above = _bars(interval, value)
-    ax.bar(place, value, width, color=colour, zorder=2)
+    ax.bar(x, value, width, color=colour, zorder=2)
     if interval:
-        ax.errorbar(place, value, yerr=[[below], [above]], color=INK, capsize=3, linewidth=1.2, zorder=3)
+        ax.errorbar(x, value, yerr=[[below], [above]], color=INK, capsize=3, linewidth=1.2, zorder=3)
     up = value >= 0
     ax.annotate(
         value_format.format(value),
-        (place, value + above if up else value - below),
+        (x, value + above if up else value - below),
         ha="center",
         va="bottom" if up else "top",
         xytext=(0, 2 if up else -2),
@@ -266,17 +281,17 @@ def bars(
     width = 0.8 / len(names)
     for number, (value, name) in enumerate(names.items()):
         part = frame[frame[hue] == value].set_index(x).reindex(list(labels))
-        places = [place + (number - (len(names) - 1) / 2) * width for place in range(len(labels))]
-        ax.bar(places, part["value"], width * 0.94, color=colours[number], label=name, zorder=2)
-        ax.errorbar(places, part["value"], yerr=spread(part), fmt="none", color=INK, capsize=3, linewidth=1.2, zorder=3)
+        xs = [group + (number - (len(names) - 1) / 2) * width for group in range(len(labels))]
+        ax.bar(xs, part["value"], width * 0.94, color=colours[number], label=name, zorder=2)
+        ax.errorbar(xs, part["value"], yerr=spread(part), fmt="none", color=INK, capsize=3, linewidth=1.2, zorder=3)
     ax.set_xticks(range(len(labels)), list(labels.values()))
     return _finish(ax, xlabel, ylabel, title)
 
 
-def doublings(ax: Axes, places: Sequence[float]) -> Axes:
-    """An x axis on which each doubling is as wide as the last, with plain numbers at `places` alone."""
+def doublings(ax: Axes, values: Sequence[float]) -> Axes:
+    """An x axis on which each doubling is as wide as the last, with plain numbers at `values` alone."""
     ax.set_xscale("log", base=2)
-    ax.set_xticks(places, [f"{place:,g}" for place in places])
+    ax.set_xticks(values, [f"{value:,g}" for value in values])
     ax.minorticks_off()
     return ax
 
@@ -339,9 +354,9 @@ def needle_heatmap(
     (tokens), depth (0 .. 1) and score (0 .. 1); scores of one cell are averaged, a cell without any stays empty.
     policies: those to draw, in this order; names: policy -> its title. A panel's title ends with its mean.
     """
-    lacking = {"policy", "budget", "length", "depth", "score"} - set(table.columns)
-    if lacking:
-        raise KvlabError(f"a needle heatmap needs the columns {', '.join(sorted(lacking))}, which the table lacks")
+    missing = {"policy", "budget", "length", "depth", "score"} - set(table.columns)
+    if missing:
+        raise KvlabError(f"a needle heatmap needs the columns {', '.join(sorted(missing))}, which the table lacks")
     order = list(policies) if policies is not None else list(table["policy"].unique())
     table = table.loc[table["policy"].isin(order)]
     if table.empty:

@@ -74,7 +74,7 @@ def _panel(
         height_ratios=[0.2, 1],
         gridspec_kw={"wspace": 0.02, "hspace": 0.02},
     )
-    above, corner, _, ax, beside, bar = grid.flat
+    above, corner, _, ax, rows_ax, bar = grid.flat
     for empty in (corner, grid[0, 2]):
         empty.axis("off")
     positions, rows = np.arange(shares.shape[-1]), np.arange(len(shares))
@@ -89,17 +89,17 @@ def _panel(
     above.tick_params(labelbottom=False, labelsize=8)
     above.set_ylabel("all layers", fontsize=8)
     above.set_title(title, fontsize=11)
-    beside.barh(rows, counts.mean(1), height=0.8, color=plots.COLOURS[0], alpha=0.8)
+    rows_ax.barh(rows, counts.mean(1), height=0.8, color=plots.COLOURS[0], alpha=0.8)
     low, high = counts.amin(1), counts.amax(1)
-    beside.hlines(rows, low, high, color=plots.INK, linewidth=1)
+    rows_ax.hlines(rows, low, high, color=plots.INK, linewidth=1)
     if portrait.policy.asked:
-        beside.axvline(portrait.entries, color=MERGED, linewidth=1.4, linestyle=(0, (4, 2)))
-    beside.set_ylim(ax.get_ylim())
-    beside.set_xlim(0, 1.08 * max(float(high.max()), portrait.entries))
-    beside.tick_params(labelleft=False, labelsize=8)
-    beside.grid(False)
+        rows_ax.axvline(portrait.entries, color=MERGED, linewidth=1.4, linestyle=(0, (4, 2)))
+    rows_ax.set_ylim(ax.get_ylim())
+    rows_ax.set_xlim(0, 1.08 * max(float(high.max()), portrait.entries))
+    rows_ax.tick_params(labelleft=False, labelsize=8)
+    rows_ax.grid(False)
     dashed = "\n(dashed: budget)" if portrait.policy.asked else ""
-    beside.set_xlabel(f"{counted}\nper KV head{dashed}", fontsize=9)
+    rows_ax.set_xlabel(f"{counted}\nper KV head{dashed}", fontsize=9)
     part.colorbar(shown, cax=bar, label=unit)
     return ax
 
@@ -107,9 +107,9 @@ def _panel(
 def _map(ax: Axes, shares: Tensor, portrait: Portrait) -> AxesImage:
     image = ax.imshow(shares, cmap=BLUES, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     ax.grid(False)
-    apart = max(1, -(-len(portrait.layers) // 6))
-    places = range(0, len(portrait.layers), apart)
-    ax.set_yticks(list(places), [str(portrait.layers[place]) for place in places])
+    stride = max(1, -(-len(portrait.layers) // 6))
+    ticks = range(0, len(portrait.layers), stride)
+    ax.set_yticks(list(ticks), [str(portrait.layers[tick]) for tick in ticks])
     ax.set_ylabel("layer")
     return image
 

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 
 from kvlab import papers
-from kvlab.analyses.rocketkv import budgets, lengths
+from kvlab.analyses.rocketkv import budgets, design
 from kvlab.analyses.rocketkv.budgets import NAMES
 from kvlab.render.figures import plots
 
@@ -112,7 +112,7 @@ def figure_8(findings: Findings) -> Figure:
 
 def longer(findings: Findings) -> Figure:
     """RocketKV's lead over the best rival on shorter and longer prompts, at one token budget; the paper's on RULER."""
-    leads = findings.frame(lengths.LEAD)
+    leads = findings.frame(design.LONGER_LEAD)
     tokens: Any = findings.table.groupby("end")["length"].mean()
     leads = leads.assign(tokens=leads["end"].map(tokens))
     names = {"output_error": "output error", "mass_lost": "attention mass"}
@@ -151,9 +151,9 @@ def printed(findings: Findings) -> Figure:
     table: Any = findings.table.query("method == 'rocketkv'")
     figure, ax = plt.subplots(figsize=(9, 4.2))
     labels = {"longbench": "LongBench", "needle": "needles", "ruler": "RULER"}
-    for place, benchmark in enumerate(labels):
+    for y, benchmark in enumerate(labels):
         part: Any = table[table["benchmark"] == benchmark].sort_values("gap")
-        across = [place + 0.7 * (i / max(1, len(part) - 1) - 0.5) for i in range(len(part))]
+        across = [y + 0.7 * (i / max(1, len(part) - 1) - 0.5) for i in range(len(part))]
         colours = [RED if gap < 0 else BLUE for gap in part["gap"]]
         ax.scatter(across, part["gap"], s=16, c=colours)
     ax.axhline(0, color=plots.EDGE, linewidth=1)
@@ -241,8 +241,8 @@ def _printed(
         ax.annotate("full cache", (1, full), fontsize=8, color=plots.EDGE, **at_the_right)
     ax.set_xscale("log")
     ax.set_ylim(0, None)
-    places = sorted(table[x].dropna().unique())
-    ax.set_xticks(places, [f"{place:g}" for place in places], fontsize=9)
+    ticks = sorted(table[x].dropna().unique())
+    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=9)
     ax.minorticks_off()
     if x == "compression":
         ax.invert_xaxis()

@@ -33,10 +33,10 @@ def figure_6(findings: Findings) -> Figure:
     _losses(axes[:2], values, design.LADDER, plots.COLOURS, labels, "compression S / t", "Figure 6")
     again = findings.frame(design.REDUNDANCY).set_index("compression")["value"].reindex(compressions)
     chance = again - findings.frame(design.OVER_CHANCE).set_index("compression")["value"].reindex(compressions)
-    places = range(len(compressions))
-    axes[2].bar(places, again, 0.5, color=BLUE, label="measured")
-    axes[2].bar(places, chance, 0.5, color=plots.PAPER, label="by chance")
-    axes[2].set_xticks(places, list(labels.values()))
+    xs = range(len(compressions))
+    axes[2].bar(xs, again, 0.5, color=BLUE, label="measured")
+    axes[2].bar(xs, chance, 0.5, color=plots.PAPER, label="by chance")
+    axes[2].set_xticks(xs, list(labels.values()))
     axes[2].set_xlabel("compression S / t")
     axes[2].set_ylabel("share of entries stored again")
     axes[2].set_title("Stored more than once")
@@ -48,13 +48,13 @@ def figure_6(findings: Findings) -> Figure:
 
 def first_stage(findings: Findings) -> Figure:
     """The losses with the first stage alone, by its pooling."""
-    values = findings.frame(design.ALONE + budgets.VALUE)
+    values = findings.frame(design.FIRST_STAGE + budgets.VALUE)
     labels = {c: f"S / {c**0.5:.1f}" for c in sorted(values["compression"].unique())}
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
     # Both have the colours of figure 6.
     colours = [RED, GREEN]
     _losses(
-        axes, values, design.FIRST_STAGE, colours, labels, "tokens that the first stage leaves", "First stage alone"
+        axes, values, design.FIRST_STAGES, colours, labels, "tokens that the first stage leaves", "First stage alone"
     )
     for ax in axes:
         ax.margins(y=0.2)

@@ -52,10 +52,10 @@ def speed(findings: Findings, policies: Sequence[str]) -> Figure:
     findings: of `ratios.speed_findings`, of the full cache and these policies.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.8))
-    alone = at(findings.table, batch=1)
+    single = at(findings.table, batch=1)
     _curves(
         left,
-        ratios.points(alone.assign(ms=1e3 * alone["seconds_per_step"]), "ms"),
+        ratios.points(single.assign(ms=1e3 * single["seconds_per_step"]), "ms"),
         policies,
         ylabel="time of a step (ms)",
         title="Time of a decoding step",
@@ -63,7 +63,7 @@ def speed(findings: Findings, policies: Sequence[str]) -> Figure:
     left.set_ylim(bottom=0)
     _curves(
         right,
-        ratios.points(alone.query("policy != @FULL"), "speedup"),
+        ratios.points(single.query("policy != @FULL"), "speedup"),
         policies,
         ylabel="times the full cache's speed",
         title="Speed-up of decoding",
@@ -164,16 +164,16 @@ def _saved(ax: Axes, findings: Findings, effect: str, column: str, policies: Seq
         (f"{row['policy']},\n{length:,}", colours[row["policy"]], row)
         for row in findings.frame(effect).to_dict("records")
     ]
-    for place, (_, tint, row) in enumerate(bars):
+    for y, (_, tint, row) in enumerate(bars):
         value = row["value"]
         low, high = row.get("low", value), row.get("high", value)
-        ax.bar(place, value, 0.6, color=tint, zorder=2)
+        ax.bar(y, value, 0.6, color=tint, zorder=2)
         if "low" in row:
             yerr = [[value - low], [high - value]]
-            ax.errorbar(place, value, yerr=yerr, color=INK, capsize=3, linewidth=1.2, zorder=3)
+            ax.errorbar(y, value, yerr=yerr, color=INK, capsize=3, linewidth=1.2, zorder=3)
         ax.annotate(
             f"{value:.1%}",
-            (place, max(value, high, 0)),
+            (y, max(value, high, 0)),
             ha="center",
             va="bottom",
             xytext=(0, 3),
@@ -195,11 +195,11 @@ def memory(findings: Findings, policies: Sequence[str]) -> Figure:
     findings: of `ratios.memory_findings`, of the full cache and these policies.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.8))
-    alone = at(findings.table, batch=1)
-    stored = alone.assign(mean=alone["stored_bytes"] / 2**20)
+    single = at(findings.table, batch=1)
+    stored = single.assign(mean=single["stored_bytes"] / 2**20)
     _curves(left, stored, policies, ylabel="stored (MiB)", title="The cache after the last step")
     left.set_ylim(bottom=0)
-    saved = alone.assign(mean=100 * alone["saving"]).query("policy != @FULL")
+    saved = single.assign(mean=100 * single["saving"]).query("policy != @FULL")
     _curves(right, saved, policies, ylabel="memory saved (%)", title="Saved of weights and cache")
     table_a1 = _table_a1()
     right.plot(
@@ -277,11 +277,11 @@ def _rocketkv_saving(ax: Axes, table: pandas.DataFrame) -> None:
 
 def _bandwidth(ax: Axes, table: pandas.DataFrame) -> None:
     """Printed speed against the speed at which reading the weights takes the whole bandwidth."""
-    ran = table.dropna(subset=["tokens_per_second"])
-    for tint, method in zip(plots.COLOURS, sorted(ran["method"].unique()), strict=False):
-        part = at(ran, method=method)
+    fitted = table.dropna(subset=["tokens_per_second"])
+    for tint, method in zip(plots.COLOURS, sorted(fitted["method"].unique()), strict=False):
+        part = at(fitted, method=method)
         ax.scatter(part["bound"], part["tokens_per_second"], color=tint, label=f"paper, {method}", zorder=3, s=30)
-    ends = [min(ran["tokens_per_second"]), max(ran["bound"])]
+    ends = [min(fitted["tokens_per_second"]), max(fitted["bound"])]
     ax.plot(ends, ends, color=AXIS, linewidth=1.2, label="all bandwidth for the weights")
     ax.set(
         xscale="log",

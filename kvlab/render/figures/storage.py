@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DASHES: dict[str, Any] = {storing.PLAIN: "-"}
 OTHER_DASH = (0, (3, 1.5))
 FRONT = {"color": INK, "linewidth": 0.9, "linestyle": (0, (1, 1.5)), "zorder": 2}
-ASIDE = ((13, -4), (25, -8), (13, 10), (25, 16))
+LABEL_OFFSETS = ((13, -4), (25, -8), (13, 10), (25, 16))
 """Where the names of the full cache's storages stand, above and to the side, so that neighbours do not overlap."""
 SHOWN = 5
 """Policies with a colour of their own; the others are grey."""
@@ -58,7 +58,7 @@ def _tints(measured: pd.DataFrame) -> dict[str, str]:
     """Colours of the policies, those first that stay nearest to the full model."""
     evicting = measured.query("policy != 'full' and measure == 'kl'")
     order = evicting.groupby("policy").agg({"value": "mean"}).sort_values("value").index
-    return {str(policy): COLOURS[place] if place < SHOWN else FAINT for place, policy in enumerate(order)}
+    return {str(policy): COLOURS[rank] if rank < SHOWN else FAINT for rank, policy in enumerate(order)}
 
 
 def _panel(ax: Axes, points: pd.DataFrame, tints: dict[str, str]) -> None:
@@ -79,12 +79,12 @@ def _panel(ax: Axes, points: pd.DataFrame, tints: dict[str, str]) -> None:
     best = points.query("front").sort_values("share")
     ax.step(best["share"], best["value"], where="post", **FRONT)
     wholes = points.query("policy == 'full' and storage != @storing.PLAIN").sort_values("share")
-    for row, (away, across) in zip(wholes.to_dict("records"), cycle(ASIDE), strict=False):
+    for row, (dx, dy) in zip(wholes.to_dict("records"), cycle(LABEL_OFFSETS), strict=False):
         ax.plot(row["share"], row["value"], "s", color=INK, markersize=7.5, zorder=5)
         ax.annotate(
             row["storage"],
             (row["share"], row["value"]),
-            xytext=(across, away),
+            xytext=(dy, dx),
             textcoords="offset points",
             ha="center",
             va="center",
@@ -128,7 +128,7 @@ def differences(found: Findings, name: str = "kl") -> Figure:
 
     found: of `storing.findings`; name: the measure.
     """
-    rows = [*_evict(found, name), *_both(found, name), *_alone(found, name)]
+    rows = [*_evict(found, name), *_both(found, name), *_both_or_evict(found, name)]
     table = pd.DataFrame(rows, columns=["paper", "label", "value", "low", "high"])
     title = f"Differences at equal stored bytes: {storing.MEASURES[name]}"
     ax = forest(table, xlabel="blue: the second answer loses less; red: the first; grey: not told apart", title=title)
@@ -156,10 +156,10 @@ def _both(found: Findings, name: str) -> list[dict[str, Any]]:
     ]
 
 
-def _alone(found: Findings, name: str) -> list[dict[str, Any]]:
+def _both_or_evict(found: Findings, name: str) -> list[dict[str, Any]]:
     return [
         _row(row, f"Evict alone, or evict less and keep in {row['other']}? at {row['share']:.0%}", row["policy"])
-        for row in found.frame(storing.ALONE).query("measure == @name").to_dict("records")
+        for row in found.frame(storing.BOTH_OR_EVICT).query("measure == @name").to_dict("records")
     ]
 
 

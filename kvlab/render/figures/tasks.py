@@ -166,12 +166,12 @@ def zsmerge_table_2(findings: Findings) -> Figure:
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.9))
     gains = at(findings.frame(analysis.GAIN), task="qa", other="h2o")
-    places = {share: place for place, share in enumerate(SHARES.values())}
+    xs = {share: x for x, share in enumerate(SHARES.values())}
     for number, (policy, label) in enumerate(WAYS.items()):
         part = at(gains, better=policy).query("budget in @SHARES")
-        x = [places[SHARES[budget]] + 0.36 * (number - 0.5) for budget in part["budget"]]
+        x = [xs[SHARES[budget]] + 0.36 * (number - 0.5) for budget in part["budget"]]
         left.bar(x, part["value"], color=plots.COLOURS[number], width=0.34, label=label, zorder=2)
-        left.errorbar(x, part["value"], yerr=many_policies.whisker_lengths(part), fmt="none", color=INK, capsize=3)
+        left.errorbar(x, part["value"], yerr=plots.spread(part), fmt="none", color=INK, capsize=3)
     left.margins(y=0.25)
     left.axhline(0, color=AXIS, linewidth=1)
     left.set(ylabel="gain in NLL on H2O, nats")
@@ -179,13 +179,13 @@ def zsmerge_table_2(findings: Findings) -> Figure:
     printed = _printed_gains()
     for number, model in enumerate(printed["model"].unique()):
         part = at(printed, model=model)
-        x = [places[share] + 0.36 * (number - 0.5) for share in part["budget"]]
+        x = [xs[share] + 0.36 * (number - 0.5) for share in part["budget"]]
         hatch = "//" if number else None
         right.bar(x, part["gain"], width=0.34, color=plots.PAPER, hatch=hatch, edgecolor="white", label=model, zorder=2)
     right.set(ylabel="gain in ROUGE-L on H2O, points")
     right.set_title("Paper, table 2")
     for ax in (left, right):
-        ax.set_xticks(list(places.values()), [f"{share:.0%}" for share in places])
+        ax.set_xticks(list(xs.values()), [f"{share:.0%}" for share in xs])
         ax.set_xlabel("cache, share of the prompt")
         ax.legend()
     return figure

@@ -57,15 +57,15 @@ def pareto(measured: pandas.DataFrame, side: str) -> Figure:
     full, drawn = points.query("policy == 'full'"), points.query("policy != 'full' and value > 0")
     on_front = set(drawn.query("front")["policy"])
     for name, part in drawn.groupby("policy", sort=False):
-        loud = name in on_front
+        highlighted = name in on_front
         ax.plot(
             part["bytes"] / 2**20,
             part["value"],
             color=colour(str(name)),
             marker="o",
             markersize=4,
-            linewidth=2 if loud else 1.2,
-            alpha=1 if loud else 0.75,
+            linewidth=2 if highlighted else 1.2,
+            alpha=1 if highlighted else 0.75,
             zorder=3,
         )
     best = drawn.query("front").sort_values("bytes")
@@ -114,15 +114,15 @@ def _names_at_the_side(ax: Axes, drawn: pandas.DataFrame) -> None:
     front = set(drawn.query("front")["policy"])
     low, high = ax.get_ylim()
     ends = (np.log(last["value"].to_numpy()) - np.log(low)) / (np.log(high) - np.log(low))
-    places = spread_out(ends.tolist(), 0.042, 0.0, 1.0)
-    for row, place in zip(last.to_dict("records"), places, strict=True):
+    ys = spread_out(ends.tolist(), 0.042, 0.0, 1.0)
+    for row, y in zip(last.to_dict("records"), ys, strict=True):
         tint = colour(row["policy"])
         line = {"arrowstyle": "-", "color": tint, "linewidth": 0.6, "alpha": 0.6, "shrinkA": 1, "shrinkB": 3}
         ax.annotate(
             row["policy"],
             (row["bytes"] / 2**20, row["value"]),
             xycoords="data",
-            xytext=(1.035, place),
+            xytext=(1.035, y),
             textcoords="axes fraction",
             fontsize=9.5,
             va="center",
@@ -165,13 +165,13 @@ def at_equal_bytes(measured: pandas.DataFrame, shares: Mapping[str, float], meas
     figure, grid = plt.subplots(1, len(tables), figsize=size, squeeze=False, sharex=True)
     for ax, (heading, table) in zip(grid.flat, tables.items(), strict=True):
         rows = table.to_dict("records")
-        for place, row in enumerate(rows):
+        for y, row in enumerate(rows):
             if row["reason"]:
                 # Why a policy has no value, where its dot would stand.
-                in_row(ax, place, f"–  {row['reason']}", fontsize=9.5, color=FAINT, style="italic")
+                in_row(ax, y, f"–  {row['reason']}", fontsize=9.5, color=FAINT, style="italic")
             else:
                 interval = row[f"{measure}_low"], row[f"{measure}_high"]
-                dot(ax, place, row[measure], interval, colour(row["policy"]), "{:.3f}")
+                dot(ax, y, row[measure], interval, colour(row["policy"]), "{:.3f}")
         policies = [row["policy"] for row in rows]
         named_rows(ax, policies, [colour(name) for name in policies], count=count)
         ax.set_xscale("log")

@@ -12,17 +12,17 @@ from kvlab.core.storage import AS_IS
 from kvlab.evaluation import Answer, by_turn, summary
 from kvlab.evaluation.planning import FULL
 from kvlab.render.figures import plots
-from kvlab.render.figures.many_policies import FAINT, at, whisker_lengths
+from kvlab.render.figures.many_policies import FAINT, at
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOMENTS = {"prompt": "the first question read", "context": "no question read"}
+COMPRESSED_AT = {"prompt": "the first question read", "context": "no question read"}
 KNOWN = {("prompt", "requests"): "each question read"}
 """What has been read when a cache is compressed, by its moment; of a moment and a mode where that is something else."""
-ASIDE = 0.06
+OFFSET = 0.06
 WITH_WHISKERS = len(plots.COLOURS)
 """So many curves are told apart with their intervals; of more the means alone are drawn."""
 
@@ -32,9 +32,9 @@ def scores(answers: Sequence[Answer]) -> Figure | None:
     each mode and moment of compression, the full cache in grey. None where there are no turns.
     """
     columns: dict[tuple[str, str], pandas.DataFrame] = {}
-    for moment in sorted({answer.compress_at for answer in answers}, reverse=True):
-        for mode, part in by_turn([answer for answer in answers if answer.compress_at == moment]).items():
-            columns[moment, mode] = _named(summary(part, "turn"))
+    for compress_at in sorted({answer.compress_at for answer in answers}, reverse=True):
+        for mode, part in by_turn([answer for answer in answers if answer.compress_at == compress_at]).items():
+            columns[compress_at, mode] = _named(summary(part, "turn"))
     if not columns:
         return None
     with plt.rc_context():
@@ -42,13 +42,13 @@ def scores(answers: Sequence[Answer]) -> Figure | None:
         return _drawn(columns)
 
 
-def both_moments(answers: Sequence[Answer], beside: Sequence[Answer]) -> list[Answer]:
-    """These answers, and those of `beside` that differ from them in the moment of compression alone."""
-    keys, known = {answer.key for answer in answers}, {_but_for_the_moment(answer) for answer in answers}
-    return [*answers, *(a for a in beside if a.key not in keys and _but_for_the_moment(a) in known)]
+def with_counterparts(answers: Sequence[Answer], compared: Sequence[Answer]) -> list[Answer]:
+    """These answers, and those of `compared` that differ from them in the moment of compression alone."""
+    keys, known = {answer.key for answer in answers}, {_without_compress_at(answer) for answer in answers}
+    return [*answers, *(a for a in compared if a.key not in keys and _without_compress_at(a) in known)]
 
 
-def _but_for_the_moment(answer: Answer) -> tuple[str, str]:
+def _without_compress_at(answer: Answer) -> tuple[str, str]:
     return answer.signature.replace(f"|compress at {answer.compress_at}|", "|"), answer.example
 
 
@@ -63,10 +63,10 @@ def _drawn(columns: Mapping[tuple[str, str], pandas.DataFrame]) -> Figure:
         sharex=True, sharey=True,
     )  # fmt: skip
     for axes, budget in zip(grid, budgets, strict=True):
-        for ax, ((moment, mode), frame) in zip(axes, columns.items(), strict=True):
-            here = frame["budget"].isna() if budget is None else frame["budget"] == budget
-            _panel(ax, at(frame, name=FULL), frame.loc[here & (frame["name"] != FULL)], names)
-            read = KNOWN.get((moment, mode), MOMENTS[moment])
+        for ax, ((compress_at, mode), frame) in zip(axes, columns.items(), strict=True):
+            of_budget = frame["budget"].isna() if budget is None else frame["budget"] == budget
+            _panel(ax, at(frame, name=FULL), frame.loc[of_budget & (frame["name"] != FULL)], names)
+            read = KNOWN.get((compress_at, mode), COMPRESSED_AT[compress_at])
             ax.set_title(f"{mode}: {read}".removeprefix(": "), fontsize="medium")
         axes[0].set_ylabel("score" if budget is None else f"score, budget {budget:g}")
         axes[0].yaxis.set_major_formatter(PercentFormatter(1))
@@ -75,8 +75,8 @@ def _drawn(columns: Mapping[tuple[str, str], pandas.DataFrame]) -> Figure:
         ax.set_xlabel("question")
         ax.set_xticks(sorted({turn for frame in frames for turn in frame["turn"]}))
     lines = {line.get_label(): line for ax in grid.flat for line in ax.get_legend_handles_labels()[0]}
-    wanted = [label for label in ("full cache", *names) if label in lines]
-    figure.legend([lines[label] for label in wanted], wanted, loc="outside lower center", ncols=min(6, len(wanted)))
+    labels = [label for label in ("full cache", *names) if label in lines]
+    figure.legend([lines[label] for label in labels], labels, loc="outside lower center", ncols=min(6, len(labels)))
     return figure
 
 
@@ -92,13 +92,13 @@ def _panel(ax: Axes, full: pandas.DataFrame, part: pandas.DataFrame, names: Sequ
     ax.fill_between(full["turn"], full["low"], full["high"], color=FAINT, alpha=0.15, linewidth=0)
     ax.plot(full["turn"], full["value"], color=FAINT, linestyle=":", label="full cache")
     for number, name in enumerate(names):
-        mine = at(part, name=name).sort_values("turn")
-        if mine.empty:
+        of_policy = at(part, name=name).sort_values("turn")
+        if of_policy.empty:
             continue
         ax.errorbar(
-            mine["turn"] + ASIDE * (number - (len(names) - 1) / 2) * (len(names) <= WITH_WHISKERS),
-            mine["value"],
-            yerr=whisker_lengths(mine) if len(names) <= WITH_WHISKERS else None,
+            of_policy["turn"] + OFFSET * (number - (len(names) - 1) / 2) * (len(names) <= WITH_WHISKERS),
+            of_policy["value"],
+            yerr=plots.spread(of_policy) if len(names) <= WITH_WHISKERS else None,
             marker="o",
             color=plots.COLOURS[number % len(plots.COLOURS)],
             label=name,

@@ -75,9 +75,7 @@ def figure_4(findings: Findings) -> Figure:
         gains.plot(reduced["ratio"], reduced["value"], color=colour, marker=marker, linestyle=":", label=label)
     chosen = findings.frame(merging.REDUCTION_OF_CHOICE)
     for colour, (choice, part) in zip(plots.COLOURS[3:], chosen.groupby("choice", sort=False), strict=False):
-        gains.errorbar(
-            part["ratio"], part["value"], yerr=plots.spread(part), color=colour, fmt="x", label=VARIANTS[str(choice)]
-        )
+        plots.points(gains, part, part["ratio"], color=colour, fmt="x", capsize=None, label=VARIANTS[str(choice)])
     gains.plot(printed["ratio"], printed["reduction"], color=plots.PAPER, linestyle="--", linewidth=1.2)
     plots.paper_points(gains, list(printed["ratio"]), list(printed["reduction"]), "paper (LLaMA-2-7B)")
     gains.axhline(0, color=plots.EDGE, linewidth=1)
@@ -109,26 +107,14 @@ def while_decoding(findings: Findings) -> Figure:
     rows = findings.frame(decoding.REDUCTION)
     for number, (definition, label) in enumerate(DEFINITIONS.items()):
         part = rows.loc[rows["definition"] == definition].set_index("variant").loc[list(DECODED)]
-        places = [place + (number - 1) * 0.22 for place in range(len(part))]
-        percent = 100 * part[["value", "low", "high"]]
-        kinds.errorbar(
-            places,
-            percent["value"],
-            yerr=plots.spread(percent),
-            color=plots.COLOURS[number],
-            fmt="o",
-            capsize=3,
-            label=label,
-        )
+        xs = [x + (number - 1) * 0.22 for x in range(len(part))]
+        plots.points(kinds, 100 * part[["value", "low", "high"]], xs, color=plots.COLOURS[number], label=label)
     kinds.axhline(0, color=plots.INK, linewidth=1)
     kinds.set_xticks(range(len(DECODED)), list(DECODED.values()), rotation=12)
     kinds.set(ylabel="of eviction's error removed (%)", title="whole response")
     kinds.legend(title="error of", fontsize=9)
     quarters = findings.frame(decoding.REDUCTION_OF_PART)
-    percent = 100 * quarters.filter(["value", "low", "high"])
-    parts.errorbar(
-        quarters["part"], percent["value"], yerr=plots.spread(percent), color=plots.COLOURS[0], fmt="o-", capsize=3
-    )
+    plots.points(parts, 100 * quarters.filter(["value", "low", "high"]), quarters["part"], fmt="o-")
     parts.axhline(0, color=plots.INK, linewidth=1)
     parts.set_xticks(range(1, decoding.PARTS + 1))
     parts.set(xlabel="quarter of the response", ylabel="of eviction's error removed (%)", title="residual merging")
@@ -142,14 +128,7 @@ def open_choices(findings: Findings) -> Figure:
     """
     figure, ax = plt.subplots(figsize=(7.5, 2.8))
     rows = findings.frame(sensitivity.CHOICE_OVER_MERGING)
-    ax.errorbar(
-        rows["value"],
-        range(len(rows)),
-        xerr=[rows["value"] - rows["low"], rows["high"] - rows["value"]],
-        color=plots.COLOURS[0],
-        fmt="o",
-        capsize=3,
-    )
+    plots.points(ax, rows, range(len(rows)), rows=True)
     ax.axvline(1, color=plots.PAPER, linestyle="--", label="as much as merging itself")
     ax.set_yticks(range(len(rows)), [VARIANTS[choice] for choice in rows["choice"]])
     ax.set(xlabel="change of the error / gain from merging", ylim=(len(rows) - 0.5, -0.5))

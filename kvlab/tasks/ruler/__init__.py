@@ -97,14 +97,14 @@ class Ruler(Task):
 
 def string_match_all(prediction: str, references: Sequence[str]) -> float:
     """The share of the references that are substrings of the prediction, in lower case."""
-    said = _cleaned(prediction)
-    return sum(reference.lower() in said for reference in references) / len(references)
+    text = _cleaned(prediction)
+    return sum(reference.lower() in text for reference in references) / len(references)
 
 
 def string_match_part(prediction: str, references: Sequence[str]) -> float:
     """1 where any of the references is a substring of the prediction, in lower case, else 0."""
-    said = _cleaned(prediction)
-    return float(any(reference.lower() in said for reference in references))
+    text = _cleaned(prediction)
+    return float(any(reference.lower() in text for reference in references))
 
 
 def _cleaned(prediction: str) -> str:

@@ -40,7 +40,7 @@ class Material:
     @functools.cached_property
     def paragraphs(self) -> dict[str, list[str]]:
         """Every article's paragraphs, each once."""
-        return {name: list(dict.fromkeys(q.paragraph for q in asked)) for name, asked in self.squad.items()}
+        return {name: list(dict.fromkeys(q.paragraph for q in questions)) for name, questions in self.squad.items()}
 
     @functools.cached_property
     def _noise_lengths(self) -> list[int]:
@@ -50,9 +50,9 @@ class Material:
         """Lines of the five sentences, over and over, of about `room` tokens; the last line may have fewer."""
         lengths = self._noise_lengths
         rounds = max(0, room) // sum(lengths) + 1
-        count = sum(upto <= room for upto in accumulate(lengths * rounds))
-        said = (NOISE * rounds)[:count]
-        return [" ".join(said[i : i + len(NOISE)]) for i in range(0, count, len(NOISE))]
+        count = sum(total <= room for total in accumulate(lengths * rounds))
+        sentences = (NOISE * rounds)[:count]
+        return [" ".join(sentences[i : i + len(NOISE)]) for i in range(0, count, len(NOISE))]
 
     def lines(self, pieces: list[str]) -> Cut:
         """Lines as hay, in which a depth is found by tokens."""

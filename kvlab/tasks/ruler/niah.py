@@ -43,7 +43,7 @@ def make(material: Material, kind: str, length: int, draw: Random) -> Example:
     spec, draws = SPECS[kind], Draws(draw)
     keys = [draws(spec.keys) for _ in range(spec.n_keys)]
     hidden = {key: [draws(spec.values) for _ in range(spec.n_values)] for key in keys}
-    asked = draw.sample(keys, spec.n_queries)
+    queried = draw.sample(keys, spec.n_queries)
     needles = [(key, NEEDLE.format(what=spec.values, key=key, value=value)) for key in keys for value in hidden[key]]
     draw.shuffle(needles)
     depths = sorted(draw.sample(DEPTHS, len(needles)))
@@ -51,7 +51,7 @@ def make(material: Material, kind: str, length: int, draw: Random) -> Example:
 
     single = spec.n_queries * spec.n_values == 1
     noun = spec.values.removesuffix("s") if single else spec.values
-    query = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
+    query = queried[0] if len(queried) == 1 else f"{', '.join(queried[:-1])}, and {queried[-1]}"
     verb = "is" if single else "are all"
     opening = (
         f"A special magic {noun} hides in this text. Keep it in mind; you will be asked for it."
@@ -62,16 +62,16 @@ def make(material: Material, kind: str, length: int, draw: Random) -> Example:
     def build(room: int) -> Example:
         cut = hay(room)
         boundaries = [cut.boundary(depth) for depth in depths]
-        places = [cut.depth(b) for b, (key, _) in zip(boundaries, needles, strict=True) if key in asked]
+        of_queried = [cut.depth(b) for b, (key, _) in zip(boundaries, needles, strict=True) if key in queried]
         text = cut.with_needles([text for _, text in needles], boundaries, " " if spec.hay == "essay" else "\n")
         return Example(
             id=kind,
             context=f"{opening}\n{text}\n",
             question=f"What {verb} the special magic {noun} for {query} that the text mentions?",
             prefix=f" The special magic {noun} for {query} mentioned in the provided text {'is' if single else 'are'}",
-            answers=tuple(value for key in asked for value in hidden[key]),
+            answers=tuple(value for key in queried for value in hidden[key]),
             max_new_tokens=128,
-            marks={"depth": round(sum(places) / len(places), 4)},
+            marks={"depth": round(sum(of_queried) / len(of_queried), 4)},
         )
 
     return fit(material.lm, build, length, f"ruler's {kind}")

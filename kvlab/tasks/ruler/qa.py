@@ -24,15 +24,15 @@ def make(material: Material, kind: str, length: int, draw: Random) -> Example:
 
 
 def _make(material: Material, kind: str, length: int, draw: Random) -> Example:
-    asked = _questions(material, 2 if kind == "qa_2" else 1, length, draw)
-    golden = [question.paragraph for question in asked]
-    texts = golden + _distractors(material, asked, golden, length, draw, own_first=kind == "qa_1")
+    questions = _questions(material, 2 if kind == "qa_2" else 1, length, draw)
+    golden = [question.paragraph for question in questions]
+    texts = golden + _distractors(material, questions, golden, length, draw, own_first=kind == "qa_1")
     order = [draw.random() for _ in texts]
     lengths = piece_lengths(material.lm, [f"Document 10:\n{text}\n\n" for text in texts])
-    wanted = (
-        " ".join(f"({n}) {q.question.strip()}" for n, q in enumerate(asked, 1))
-        if len(asked) > 1
-        else (asked[0].question.strip())
+    prompt = (
+        " ".join(f"({n}) {q.question.strip()}" for n, q in enumerate(questions, 1))
+        if len(questions) > 1
+        else (questions[0].question.strip())
     )
 
     def build(room: int) -> Example:
@@ -42,11 +42,11 @@ def _make(material: Material, kind: str, length: int, draw: Random) -> Example:
         return Example(
             id=kind,
             context=f"{_TASK}\n\nThe documents:\n\n{listed}\n\n",
-            question=f"{_TASK}\n\nQuestion: {wanted}",
+            question=f"{_TASK}\n\nQuestion: {prompt}",
             prefix=" Answer:",
-            answers=tuple(answer for question in asked for answer in question.answers),
+            answers=tuple(answer for question in questions for answer in question.answers),
             max_new_tokens=32,
-            marks={"groups": [len(question.answers) for question in asked], "documents": len(shown)},
+            marks={"groups": [len(question.answers) for question in questions], "documents": len(shown)},
         )
 
     return fit(material.lm, build, length, f"ruler's {kind}")
@@ -57,28 +57,28 @@ def _questions(material: Material, count: int, length: int, draw: Random) -> lis
     shortest: tuple[int, list[Question]] | None = None
     for _ in range(64):
         articles = draw.sample(list(material.squad), count)
-        asked = [draw.choice(material.squad[article]) for article in articles]
-        taken = sum(piece_lengths(material.lm, [question.paragraph for question in asked]))
-        if shortest is None or taken < shortest[0]:
-            shortest = (taken, asked)
-        if taken <= length // 2:
+        questions = [draw.choice(material.squad[article]) for article in articles]
+        used = sum(piece_lengths(material.lm, [question.paragraph for question in questions]))
+        if shortest is None or used < shortest[0]:
+            shortest = (used, questions)
+        if used <= length // 2:
             break
     assert shortest is not None, "there was at least one draw"
     return shortest[1]
 
 
 def _distractors(
-    material: Material, asked: list[Question], golden: list[str], length: int, draw: Random, own_first: bool
+    material: Material, questions: list[Question], golden: list[str], length: int, draw: Random, own_first: bool
 ) -> list[str]:
     """Paragraphs without any of the answers, shuffled, of more than `length` tokens together."""
-    answers = {answer.strip().lower() for question in asked for answer in question.answers}
+    answers = {answer.strip().lower() for question in questions for answer in question.answers}
     answer = re.compile("|".join(rf"(?<!\w){re.escape(text)}(?!\w)" for text in sorted(answers)))
-    own = [text for question in asked for text in material.paragraphs[question.document]] if own_first else []
+    own = [text for question in questions for text in material.paragraphs[question.document]] if own_first else []
     rest = [
         text
         for name, texts in material.paragraphs.items()
         for text in texts
-        if not own_first or name != asked[0].document
+        if not own_first or name != questions[0].document
     ]
     chosen, characters = [], 0
     for text in [*draw.sample(own, len(own)), *draw.sample(rest, len(rest))]:
@@ -95,9 +95,9 @@ def _cut(texts: list[str], lengths: list[int], always: int, room: int) -> list[s
     shown = texts[:always]
     for text, length in zip(texts[always:], lengths[always:], strict=True):
         if length > room:
-            said = text.split()
-            kept = len(said) * room // length
-            return [*shown, " ".join(said[:kept])] if kept else shown
+            words = text.split()
+            kept = len(words) * room // length
+            return [*shown, " ".join(words[:kept])] if kept else shown
         shown.append(text)
         room -= length
     return shown

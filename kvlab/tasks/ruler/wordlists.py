@@ -25,7 +25,7 @@ def common(material: Material, kind: str, length: int, draw: Random) -> Example:
 
     A worked example of 40 words with 10 and 3 repetitions (20 words with 3 and 1) comes first.
     """
-    shown, often, seldom, shown_often, shown_seldom = (40, 30, 3, 10, 3) if length >= _LONG else (20, 6, 1, 3, 1)
+    shown, often, seldom, shot_often, shot_seldom = (40, 30, 3, 10, 3) if length >= _LONG else (20, 6, 1, 3, 1)
     pool = draw.sample(words("noun", "adjective", "verb"), k=len(words("noun", "adjective", "verb")))
     example, known, others = pool[:shown], pool[shown : shown + COMMON], pool[shown + COMMON :]
     order = draw.random()
@@ -39,18 +39,18 @@ def common(material: Material, kind: str, length: int, draw: Random) -> Example:
             + "\n"
         )
 
-    ask = f"Question: Which {COMMON} words come most often in this list?"
+    question = f"Question: Which {COMMON} words come most often in this list?"
     prefix = f" Answer: The top {COMMON} words that appear most often in the list are:"
     worked = (
-        listed(example[:COMMON], example[COMMON:], (shown_often, shown_seldom))
-        + f"{ask}{prefix} {_numbered(example[:COMMON])}\n\n"
+        listed(example[:COMMON], example[COMMON:], (shot_often, shot_seldom))
+        + f"{question}{prefix} {_numbered(example[:COMMON])}\n\n"
     )
 
     def build(others_used: int) -> Example:
         return Example(
             id=kind,
             context=worked + listed(known, others[:others_used], (often, seldom)),
-            question=ask,
+            question=question,
             prefix=prefix,
             answers=tuple(known),
             max_new_tokens=120,

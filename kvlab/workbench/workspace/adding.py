@@ -51,9 +51,9 @@ def _task(folder: Path, name: str) -> list[Path]:
     return _python(folder, name, "task", "tasks", tasks.registry())
 
 
-def _python(folder: Path, name: str, kind: str, part: str, taken: Iterable[str]) -> list[Path]:
+def _python(folder: Path, name: str, kind: str, part: str, existing: Iterable[str]) -> list[Path]:
     _check_word(name, kind)
-    if name in taken:
+    if name in existing:
         raise KvlabError(f"there is a {kind} {name!r} already; take another name")
     values = {"name": name, "title": _title(name), "cls": _title(name).replace(" ", "")}
     return _written(

@@ -49,9 +49,9 @@ def new(folder: str | Path, paper: str | None = None, with_wheel: bool = False) 
         raise KvlabError(f"{target} exists already; name a folder that does not")
     if not target.parent.is_dir():
         raise KvlabError(f"there is no folder {target.parent} to make {target.name} in")
-    if around := next((above for above in target.parents if workspace.workspace(above)), None):
+    if enclosing := next((above for above in target.parents if workspace.workspace(above)), None):
         raise KvlabError(
-            f"{target} would lie in the workspace {around}; make it outside, or add to that one (kvlab add)"
+            f"{target} would lie in the workspace {enclosing}; make it outside, or add to that one (kvlab add)"
         )
     known = [known.name for known in registry.shipped()]
     if paper is not None and paper not in known:
@@ -78,7 +78,7 @@ def _fill(folder: Path, paper: str | None, with_wheel: bool) -> None:
         "version": project.version(),
         "python": ".".join(map(str, sys.version_info[:2])),
         "pins": [_own_pin(_wheel(folder / WHEELS) if with_wheel else None), *_pins()],
-        "on_no_index": not with_wheel and _is_local(_origin()),
+        "on_no_index": not with_wheel and _is_local(_install_source()),
         "paper": paper,
         "experiments": experiments,
     }
@@ -115,9 +115,9 @@ def _copy(folder: Path, paper: str) -> list[str]:
 
 def _shipped() -> Path:
     """The folder with kvlab's own `notebooks` and `experiments`: within the installed package, or the checkout."""
-    here = Path(__file__).parent / "shipped"
+    shipped = Path(__file__).parent / "shipped"
     checkout = Path(__file__).parents[3]
-    for folder in (here, checkout):
+    for folder in (shipped, checkout):
         if (folder / "notebooks").is_dir() and (folder / "experiments").is_dir():
             return folder
     raise KvlabError("this installation of kvlab has no notebooks to copy; install its wheel")
@@ -141,29 +141,29 @@ def _pins() -> list[str]:
     return pins
 
 
-def _origin() -> dict[str, Any] | None:
+def _install_source() -> dict[str, Any] | None:
     """Where kvlab was installed from, as pip notes it; None where that is an index."""
     try:
-        told = importlib.metadata.distribution("kvlab").read_text("direct_url.json")
+        direct_url = importlib.metadata.distribution("kvlab").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
-        told = None
-    return json.loads(told) if told else None
+        direct_url = None
+    return json.loads(direct_url) if direct_url else None
 
 
-def _is_local(origin: dict[str, Any] | None) -> bool:
-    return origin is not None and origin["url"].startswith("file:")
+def _is_local(source: dict[str, Any] | None) -> bool:
+    return source is not None and source["url"].startswith("file:")
 
 
 def _own_pin(wheel: Path | None) -> str:
     """kvlab, as a colleague's machine finds it too: the wheel in the workspace, a public address, or the version."""
-    extras, origin = ",".join(EXTRAS), _origin()
+    extras, source = ",".join(EXTRAS), _install_source()
     if wheel is not None:
         return f"./{wheel.parent.name}/{wheel.name}[{extras}]"
-    if origin is None or _is_local(origin):
+    if source is None or _is_local(source):
         return f"kvlab[{extras}]=={project.version()}"
-    state = origin.get("vcs_info")
-    place = f"{state['vcs']}+{origin['url']}@{state['commit_id']}" if state else origin["url"]
-    return f"kvlab[{extras}] @ {place}"
+    state = source.get("vcs_info")
+    url = f"{state['vcs']}+{source['url']}@{state['commit_id']}" if state else source["url"]
+    return f"kvlab[{extras}] @ {url}"
 
 
 def _wheel(folder: Path) -> Path:
@@ -172,20 +172,20 @@ def _wheel(folder: Path) -> Path:
     Raises:
         KvlabError: it comes from an index, which has the wheel, or no wheel can be made.
     """
-    origin = _origin()
-    if not _is_local(origin):
+    source = _install_source()
+    if not _is_local(source):
         raise KvlabError("an index or an address has this kvlab, so that its wheel is not needed; drop --with-wheel")
-    assert origin is not None, "a local one"
-    place = Path(url2pathname(urlsplit(origin["url"]).path))
+    assert source is not None, "a local one"
+    checkout = Path(url2pathname(urlsplit(source["url"]).path))
     folder.mkdir(parents=True)
-    if place.suffix == ".whl" and place.is_file():
-        return Path(shutil.copy(place, folder))
+    if checkout.suffix == ".whl" and checkout.is_file():
+        return Path(shutil.copy(checkout, folder))
     # With the build's own tool at hand nothing has to be fetched.
     options = ["--no-build-isolation"] if importlib.util.find_spec("hatchling") else []
-    asked = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *options, "-w", str(folder), str(place)]
-    done = subprocess.run(asked, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *options, "-w", str(folder), str(checkout)]
+    done = subprocess.run(command, capture_output=True, text=True)
     made = sorted(folder.glob("kvlab-*.whl"))
     if done.returncode or not made:
         last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-        raise KvlabError(f"no wheel could be made of {place}: {last[:200]}")
+        raise KvlabError(f"no wheel could be made of {checkout}: {last[:200]}")
     return made[0]

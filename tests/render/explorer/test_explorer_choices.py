@@ -106,7 +106,7 @@ def test_budgets_are_whole_numbers(trace):
     with pytest.raises(KvlabError, match="from 1 on, and are \\[0, 40\\]"):
         kvlab.explore(trace, budgets=[40, 0])
     explorer = kvlab.explore(trace, "snapkv", "full", budgets=np.array([40, 36]), layer=np.int64(1))
-    assert explorer.budgets == [36, 40] and type(explorer.place.layer) is int
+    assert explorer.budgets == [36, 40] and type(explorer.spot.layer) is int
     explorer = kvlab.explore(trace, "snapkv", "full", budget=37)
     assert explorer.budget == 37 and 37 in explorer.budgets and "snapkv, budget 37" in explorer.html()
 

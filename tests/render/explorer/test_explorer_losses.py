@@ -91,14 +91,14 @@ def test_two_tokens_say_more_than_nine_hundred():
     try:
         diffuse, pointed = explorer.replay("streamingllm", 100).mass_lost[0, :, 0].tolist()
         assert diffuse == pytest.approx(900 / 1600, abs=0.01) and pointed == pytest.approx(2 / 3, abs=0.02)
-        assert explorer.place == Spot(0, 1, 1)
+        assert explorer.spot == Spot(0, 1, 1)
         # Half of the second head's attention, which is then less than the first one's, still says more.
         queries[0, 1, -1, 2] = 2 * np.log(150_000)
         weaker = kvlab.explore(Trace.from_tensors(queries, keys, keys, prompt), "streamingllm", "full", budgets=[100])
         try:
             diffuse, pointed = weaker.replay("streamingllm", 100).mass_lost[0, :, 0].tolist()
             assert pointed == pytest.approx(0.4, abs=0.02) and diffuse > pointed
-            assert weaker.place == Spot(0, 1, 1) == weaker.most_different()
+            assert weaker.spot == Spot(0, 1, 1) == weaker.most_different()
             assert "2 tokens" in words(weaker.html())
         finally:
             weaker.close()
@@ -108,7 +108,7 @@ def test_two_tokens_say_more_than_nine_hundred():
 
 def test_the_first_look_is_the_worst_query(explorer):
     lost = concentrated_by_hand(explorer.replay("snapkv", explorer.budget))
-    place = explorer.place
+    place = explorer.spot
     assert (place.layer, place.head, place.step - 1) == np.unravel_index(lost.argmax(), lost.shape)
     assert explorer.budget == 40
 

@@ -146,14 +146,17 @@ def unfolded(html):
 
 
 def test_a_long_text_is_opened_at_what_was_lost(far):
-    assert far.place == Spot(0, 0, 1)
+    assert far.spot == Spot(0, 0, 1)
     looks = far.looks()
     opened = token_html.passages(looks, len(far.tokens))
     for look in looks:
         html = text(look, far.tokens, STATIC, opened=opened)
         seen, folds = unfolded(html)
         assert {400, 1200, 1600} <= seen and len(seen) < 300
-        assert all(set(range(p - token_html.AROUND, p + token_html.AROUND + 1)) <= seen for p in (400, 1200, 1600))
+        assert all(
+            set(range(p - token_html.CONTEXT_TOKENS, p + token_html.CONTEXT_TOKENS + 1)) <= seen
+            for p in (400, 1200, 1600)
+        )
         # Nothing is left out, nothing comes twice, and what the folds and the open passages lost is all.
         whole = re.sub(r"<summary.*?</summary>", "", html)
         assert "".join(words(whole).split()) == "".join("".join(far.tokens).split())

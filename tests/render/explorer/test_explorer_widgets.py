@@ -27,8 +27,8 @@ from kvlab.replays.run import replay
 def test_sliders_move_the_picture_and_the_picture_moves_the_sliders(explorer):
     explorer.panel  # noqa: B018
     controls, before = explorer._controls, shown_by(explorer)
-    controls["layer"].value = 1 - explorer.place.layer
-    assert explorer.place.layer == controls["layer"].value and shown_by(explorer) != before
+    controls["layer"].value = 1 - explorer.spot.layer
+    assert explorer.spot.layer == controls["layer"].value and shown_by(explorer) != before
     explorer.show(layer=0, head=2, step=3, budget=44)
     assert [controls[name].value for name in ("layer", "head", "step", "budget")] == [0, 2, 3, 44]
     assert "layer 0, query head 2, decoding step 3" in shown_by(explorer)
@@ -55,7 +55,7 @@ def test_only_what_changed_is_sent(explorer):
     explorer.show(right="streamingllm")
     assert set(sent) == {"right top", "right text", "right below"}
     sent.clear()
-    explorer.show(layer=1 - explorer.place.layer)
+    explorer.show(layer=1 - explorer.spot.layer)
     assert len(sent) == len(set(sent)) == 7
 
 
@@ -73,7 +73,7 @@ def test_the_buttons_go_to_the_worst_and_to_the_most_different_query(explorer):
     lost = [concentrated_by_hand(explorer.replay(name, explorer.budget)) for name in explorer.chosen]
 
     def at(values):
-        place = explorer.place
+        place = explorer.spot
         return float(values[place.layer, place.head, place.step - 1])
 
     right.click()
@@ -82,7 +82,7 @@ def test_the_buttons_go_to_the_worst_and_to_the_most_different_query(explorer):
     assert at(np.abs(lost[0] - lost[1])) == np.abs(lost[0] - lost[1]).max()
     left.click()
     assert at(lost[0]) == lost[0].max()
-    assert [explorer._controls[name].value for name in ("layer", "head", "step")] == list(vars(explorer.place).values())
+    assert [explorer._controls[name].value for name in ("layer", "head", "step")] == list(vars(explorer.spot).values())
 
 
 def test_another_policy_is_replayed_and_named(explorer):
@@ -176,7 +176,7 @@ def test_a_policy_that_refuses_leaves_everything_as_it_was(trace):
         explorer.panel  # noqa: B018
         before, live = explorer.html(), shown_by(explorer)
         with pytest.raises(KvlabError, match="budget"):
-            explorer.show(left="snapkv", layer=1 - explorer.place.layer)
+            explorer.show(left="snapkv", layer=1 - explorer.spot.layer)
         assert explorer.html() == before and explorer.chosen == ["streamingllm", "full"]
         explorer._controls["left"].value = "snapkv"
         assert "budget" in explorer._message.value and explorer._controls["left"].value == "streamingllm"

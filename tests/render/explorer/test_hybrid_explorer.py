@@ -32,18 +32,18 @@ def explorer(trace):
 def test_the_slider_has_the_layers_that_there_are(explorer):
     explorer.panel  # noqa: B018
     control = explorer._controls["layer"]
-    assert list(control.options) == [2, 4] and control.value == explorer.place.layer
+    assert list(control.options) == [2, 4] and control.value == explorer.spot.layer
     for layer in (2, 4, 2):
         control.value = layer
         shown = "".join(part.value for part in explorer._parts.values())
-        assert explorer.place.layer == layer and f"layer {layer}, query head" in shown
+        assert explorer.spot.layer == layer and f"layer {layer}, query head" in shown
 
 
 def test_what_is_shown_is_that_layers(explorer, trace):
     for place, layer in enumerate((2, 4)):
         explorer.show(layer=layer, head=3, step=2)
         result = explorer.replay("snapkv", explorer.budget)
-        look = Look(result, explorer.place)
+        look = Look(result, explorer.spot)
         assert look.row == place and look.mass_lost == pytest.approx(float(result.mass_lost[place, 3, 1]))
         numbers = re.findall(r'text-anchor="end">(\d+)</text>', drawings.maps(look, LIVE))
         assert numbers[:2] == ["2", "4"]

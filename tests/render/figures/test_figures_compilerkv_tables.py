@@ -69,7 +69,7 @@ def test_comparisons_on_held_out_text_stand_in_their_order():
             findings.set(held_out.GAIN, value, tuple(ends), measure=measure, comparison=comparison)
     left, right = draw.held_out(findings).axes
     assert drawing.ticks(left, "y") == list(held_out.COMPARED.values())[::-1]
-    assert [list(line.get_xdata()) for line in left.lines if line.get_marker() == "o"] == [[n] for n in range(9, 0, -1)]
+    assert [list(line.get_xdata()) for line in left.lines if line.get_marker() == "o"] == [list(range(9, 0, -1))]
     ends = [segment[:, 0].tolist() for bars in right.collections for segment in bars.get_segments()]
     assert ends[0] == [-9.5, -8.5] and left.lines[0].get_color() == plots.COLOURS[0]
 
@@ -80,7 +80,7 @@ def test_alone_has_a_point_for_each_budget_with_its_interval():
         for budget in (64, 128):
             value = 0.01 * number + budget / 1e5
             found.set(marginal.GAIN, value, (value - 0.002, value + 0.004), comparison=comparison, budget=budget)
-    figure = draw.alone(found)
+    figure = draw.per_head_gains(found)
     assert len(figure.axes) == 3 and drawing.ticks(figure.axes[0]) == ["64", "128"]
     assert list(figure.axes[1].lines[0].get_ydata()) == pytest.approx([0.01064, 0.01128])
     assert drawing.titles(figure)[0] == "learnt weights,\nover equal ones"

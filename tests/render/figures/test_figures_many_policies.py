@@ -71,6 +71,6 @@ def test_whiskers_stand_aside_of_one_another_and_reach_the_interval():
 
 def test_a_table_of_findings_stands_beside_the_paper():
     rows = pd.DataFrame({"part": ["b", "a"], "value": [0.1, 0.3], "low": [0.0, 0.2], "high": [0.2, 0.4]})
-    ax = many_policies.beside_paper({"a": 20.0}, rows, key="part", scale=100, ylabel="loss, %")
+    ax = plots.paper_beside_ours({"a": 20.0}, *plots.by_key(rows, "part", 100), ylabel="loss, %")
     assert drawing.ticks(ax) == ["b", "a"]
     assert drawing.bars(ax, plots.PAPER) == [20.0] and drawing.bars(ax, plots.COLOURS[0]) == pytest.approx([10, 30])

@@ -10,7 +10,7 @@ from support.drawing import curves, legend, ticks, title
 from support.made_up import made_up, values
 
 from kvlab import papers
-from kvlab.analyses.rocketkv import budgets, lengths, printed
+from kvlab.analyses.rocketkv import budgets, design, printed
 from kvlab.render.figures import rocketkv as draw
 
 COMPRESSIONS = [4, 16, 64]
@@ -112,10 +112,10 @@ def test_tables_for_a_reader_name_the_methods(findings):
 
 def test_leads_by_length_stand_beside_the_papers():
     table = pandas.DataFrame({"end": ["shorter", "longer"] * 2, "length": [290, 1150, 292, 1152]})
-    found = made_up({lengths.LEAD: {"measure": ["output_error"], "end": ["shorter", "longer"]}}, table=table)
+    found = made_up({design.LONGER_LEAD: {"measure": ["output_error"], "end": ["shorter", "longer"]}}, table=table)
     left, right = draw.longer(found).axes
     assert curves(left)["256 tokens"].points() == pytest.approx({16000: 74.2, 32000: 71.7, 64000: 65.5, 96000: 47.3})
-    lead = values(found, lengths.LEAD, "end", measure="output_error")
+    lead = values(found, design.LONGER_LEAD, "end", measure="output_error")
     assert curves(right)["output error"].points() == {291: lead["shorter"], 1151: lead["longer"]}
 
 

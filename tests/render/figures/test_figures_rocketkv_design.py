@@ -43,16 +43,16 @@ def test_figure_6_has_a_bar_for_each_change_and_the_redundancy_beside_it():
 
 
 def test_the_first_stage_alone_is_drawn_by_the_tokens_that_it_leaves():
-    effect = design.ALONE + budgets.VALUE
-    keys = {"measure": QUALITY, "method": list(design.FIRST_STAGE), "compression": [16, 32]}
+    effect = design.FIRST_STAGE + budgets.VALUE
+    keys = {"measure": QUALITY, "method": list(design.FIRST_STAGES), "compression": [16, 32]}
     findings = made_up({effect: keys})
     left, right = draw.first_stage(findings).axes
     for ax, measure in ((left, "output_error"), (right, "mass_lost")):
         expected = [
-            findings.metrics[f"first_stage/{measure}/{method}/c{c}"] for c in (16, 32) for method in design.FIRST_STAGE
+            findings.metrics[f"first_stage/{measure}/{method}/c{c}"] for c in (16, 32) for method in design.FIRST_STAGES
         ]
         assert bars(ax) == expected and ticks(ax) == ["S / 4.0", "S / 5.7"]
-    assert legend(left) == list(design.FIRST_STAGE.values())
+    assert legend(left) == list(design.FIRST_STAGES.values())
 
 
 def test_figure_7_sets_the_papers_best_kernels_beside_ours():

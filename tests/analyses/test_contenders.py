@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvlab.analyses.together.contestants import LEFT_OUT, named
+from kvlab.analyses.tasks.contenders import LEFT_OUT, named
 from kvlab.errors import KvlabError
 from kvlab.methods import policies
 
