@@ -105,7 +105,7 @@ def lost_tokens(lm: LM, trace: Trace, result: Replay, place: Place, limit: int =
     """
     if trace.ids is None:
         raise KvlabError("this trace was made from tensors alone, so its tokens are not known")
-    row = trace.layout.place(place.layer)
+    row = trace.layout.index(place.layer)
     weights = reference(trace).at(place.step)[row, place.head].to("cpu", copy=True)
     read = result.kept(place.layer, place.step)[place.head * trace.kv_heads // trace.heads]
     weights[read[read >= 0]] = 0

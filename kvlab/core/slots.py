@@ -123,8 +123,8 @@ def check_dropped(who: str | None, slot: Tensor | int, shape: Sequence[int], len
         raise KvlabError(f"{who} drops {wrong}; drop takes one slot, or int64 [{shape[0]}, {shape[1]}]")
 
 
-def described(given: object) -> str:
+def described(value: object) -> str:
     """What something is, in a few words: `int64 [2, 2, 40]` of a tensor."""
-    if isinstance(given, Tensor):
-        return f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}"
-    return "nothing" if given is None else type(given).__name__
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return "nothing" if value is None else type(value).__name__

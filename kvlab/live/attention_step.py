@@ -36,10 +36,10 @@ class Attending:
 
     def attend(self, cache: LiveCache, call: hooks.Call) -> Tensor:
         """The output of one layer's attention, `[batch, heads, n, head_dim]`, once the call's entries are stored."""
-        layer, policy = cache.compressed[call.place], self._policy
+        layer, policy = cache.compressed[call.index], self._policy
         layer.softmax = call.softmax
         if not layer.groups:
-            store = layer.begin(call.keys, call.values, call.place)
+            store = layer.begin(call.keys, call.values, call.index)
             self._remember(cache, layer, call)
             return self._accumulated(cache, store, call.queries, call.softmax, call.padding)
         if cache.ended and call.queries.shape[2] == 1:
@@ -59,7 +59,7 @@ class Attending:
             layer.before_rope.add(call.pre_rope, None)
         if needs.rotation:
             # The tables may have been made anew for the length of this very prompt.
-            self._rotations = list(candidates(cache.model)) if call.place == 0 else self._rotations
+            self._rotations = list(candidates(cache.model)) if call.index == 0 else self._rotations
             layer.rotation = call.rotation(self._rotations)
 
     def _each(self, cache: LiveCache, layer: LiveLayer, call: hooks.Call, attend: Attend) -> Tensor:
@@ -78,7 +78,7 @@ class Attending:
         """More of a prompt, or a later turn, on top of what is stored."""
         store, policy = group.store, group.policy or self._policy
         if cache.ended:
-            policy.settle(store)
+            policy.evict_pending(store)
             group.note_loss()
         store.append(keys, values)
         if group.shadow is not None:

@@ -76,8 +76,8 @@ class PseudoPass:
 
     def attend(self, cache: LiveCache, call: hooks.Call) -> Tensor:
         """Attend over the prompt, whose store holds the pseudo-tokens' entries too until the pass is over."""
-        store = cache.compressed[call.place].groups[self._group].store
-        self.queries[call.place] = call.queries
+        store = cache.compressed[call.index].groups[self._group].store
+        self.queries[call.index] = call.queries
         store.append(call.keys, call.values)
         return attention.attend(call.queries, store.keys, store.values, call.softmax)
 
@@ -86,7 +86,7 @@ class RepeatPass:
     """A forward pass in which the model repeats a part of one group's prompts.
 
     Attributes:
-        scores: of the part, by place of the layer, `[rows, kv_heads, stop - start]`.
+        scores: of the part, by index of the layer, `[rows, kv_heads, stop - start]`.
     """
 
     def __init__(self, group: int, repetition: Repetition, part: Part, projections: Sequence[Tensor | None]):
@@ -94,10 +94,10 @@ class RepeatPass:
         self.scores: dict[int, Tensor] = {}
 
     def attend(self, cache: LiveCache, call: hooks.Call) -> Tensor:
-        store = cache.compressed[call.place].groups[self._group].store
+        store = cache.compressed[call.index].groups[self._group].store
         store.append(call.keys, call.values)
-        keys, values, weight = store.keys, store.values, self._projections[call.place]
-        self.scores[call.place] = self._repetition.scores(
+        keys, values, weight = store.keys, store.values, self._projections[call.index]
+        self.scores[call.index] = self._repetition.scores(
             self._part, call.queries, keys, values, call.softmax, call.hidden, weight
         )
         return attention.attend(call.queries, keys, values, call.softmax)

@@ -81,10 +81,10 @@ class Prefill:
                 with outside_autocast(group.store.device):
                     policy.compress(group.store, prompt)
                 # After the eviction: what is rounded are the entries that stay.
-                group.store.hold(self._storage)
+                group.store.set_storage(self._storage)
                 group.kept = group.store.positions.clone()
                 group.note_loss()
-            contract.check_spent(policy, stores)
+            contract.check_stored_budget(policy, stores)
         for layer in cache.compressed:
             layer.before_rope.forget()
             if self._turns == "leave" or policy.needs.queries is None:
@@ -210,7 +210,7 @@ class Prefill:
         return torch.stack([pseudo.tokens(row, vocabulary, encode) for row in prompts])
 
     def _pseudo_queries(self, cache: LiveCache, number: int, ids: Tensor) -> dict[int, Tensor]:
-        """Post-RoPE queries `[rows, heads, m, head_dim]` of pseudo-tokens `ids`, by place of the layer."""
+        """Post-RoPE queries `[rows, heads, m, head_dim]` of pseudo-tokens `ids`, by index of the layer."""
 
         def queries() -> dict[int, Tensor]:
             pseudo = passes.PseudoPass(number)
@@ -251,7 +251,7 @@ class Prefill:
             handler = passes.RepeatPass(number, repetition, rows[0], weights)
             passes.run(self._model, cache, number, torch.stack([part.ids for part in rows]), handler, self._policy)
             scores.append(handler.scores)
-        return [torch.cat([each[place] for each in scores], -1) for place in range(len(modules))]
+        return [torch.cat([each[index] for each in scores], -1) for index in range(len(modules))]
 
 
 def _no_tokenizer(text: str) -> Tensor:

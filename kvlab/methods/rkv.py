@@ -114,7 +114,7 @@ class RKV(Policy):
         """Mean cosine of each key to the others, without what it is let off, `[rows, kv_heads, slots]`."""
         units = F.normalize(keys, dim=-1).flatten(0, 1)
         n = units.shape[1]
-        places = torch.arange(n, device=keys.device, dtype=keys.dtype)
+        slots = torch.arange(n, device=keys.device, dtype=keys.dtype)
         # All cosines of a key at once, but for its own: their sum is its cosine to the sum.
         total = (units @ units.sum(1)[..., None])[..., 0] - units.square().sum(-1)
         at_once = max(1, (CACHED if keys.is_cpu else CELLS) // (BLOCK * n))
@@ -122,7 +122,7 @@ class RKV(Policy):
         for (of_heads, found), start in itertools.product(parts, range(0, n, BLOCK)):
             cosines = of_heads[:, start : start + BLOCK] @ of_heads.transpose(-1, -2)
             cosines.diagonal(start, 1, 2).fill_(-1)
-            last = torch.where(cosines > self.threshold, places, -1).amax(-1).long()
+            last = torch.where(cosines > self.threshold, slots, -1).amax(-1).long()
             let_off = cosines.gather(-1, last.clamp_min(0)[..., None])[..., 0].masked_fill(last < 0, 0)
             found.scatter_add_(-1, last.clamp_min(0), -let_off)
         return (total / n).view(keys.shape[:3])

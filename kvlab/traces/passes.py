@@ -71,8 +71,8 @@ def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) ->
         Post-RoPE and pre-RoPE queries, each `[layers, heads, m, head_dim]`, or `[trials, layers, heads, m, head_dim]`.
     """
     if cache.others and ids.dim() == 2:
-        alone = [pseudo_queries(lm, cache, *trial) for trial in zip(ids, positions.expand_as(ids), strict=True)]
-        return torch.stack([post for post, _ in alone]), torch.stack([pre for _, pre in alone])
+        by_trial = [pseudo_queries(lm, cache, *trial) for trial in zip(ids, positions.expand_as(ids), strict=True)]
+        return torch.stack([post for post, _ in by_trial]), torch.stack([pre for _, pre in by_trial])
     trials, m = ids.shape if ids.dim() == 2 else (1, len(ids))
     post, pre = {}, {}
     length = cache.stores[0].length
@@ -82,14 +82,14 @@ def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) ->
 
     def record(call: hooks.Call) -> Tensor:
         assert call.pre_rope is not None, "queries before RoPE are asked for"
-        post[call.place], pre[call.place] = call.queries[0], call.pre_rope[0]
+        post[call.index], pre[call.index] = call.queries[0], call.pre_rope[0]
         return call.attend(mask)
 
     with hooks.hooked(lm.model, record):
-        forward(lm, ids.reshape(-1), cache.passing(), positions.reshape(-1))
+        forward(lm, ids.reshape(-1), cache.transient(), positions.reshape(-1))
 
-    def stacked(found: dict[int, Tensor]) -> Tensor:
-        rows = torch.stack([found[place] for place in range(len(cache.stores))])
+    def stacked(by_index: dict[int, Tensor]) -> Tensor:
+        rows = torch.stack([by_index[index] for index in range(len(cache.stores))])
         return rows if ids.dim() == 1 else rows.unflatten(2, (trials, m)).movedim(2, 0)
 
     return stacked(post), stacked(pre)
@@ -97,8 +97,8 @@ def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) ->
 
 def pseudo_queries_by_key(lm: LM, cache: StoreCache, tokens: Mapping[str, Tensor], start: int) -> dict[str, Tensor]:
     """Post-RoPE queries of several runs of pseudo-tokens `[m]`, each at the positions start .. start + m - 1."""
-    places = {key: torch.arange(start, start + len(ids)) for key, ids in tokens.items()}
-    return {key: pseudo_queries(lm, cache, ids, places[key])[0] for key, ids in tokens.items()}
+    positions = {key: torch.arange(start, start + len(ids)) for key, ids in tokens.items()}
+    return {key: pseudo_queries(lm, cache, ids, positions[key])[0] for key, ids in tokens.items()}
 
 
 @torch.inference_mode()
@@ -115,13 +115,13 @@ def repeat_scores(lm: LM, cache: StoreCache, repetition: Repetition, parts: Sequ
 
         def score(call: hooks.Call, part: Part = part, scores: dict[int, Tensor] = scores) -> Tensor:
             states = call.queries, call.keys, call.values
-            weight = projections[call.place]
-            scores[call.place] = repetition.scores(part, *states, call.softmax, call.hidden, weight)[0]
+            weight = projections[call.index]
+            scores[call.index] = repetition.scores(part, *states, call.softmax, call.hidden, weight)[0]
             return call.attend()
 
         with hooks.hooked(lm.model, score, pre_rope=False, hidden=repetition.plus):
-            forward(lm, part.ids, cache.passing())
-        found.append(torch.stack([scores[place] for place in range(len(modules))]))
+            forward(lm, part.ids, cache.transient())
+        found.append(torch.stack([scores[index] for index in range(len(modules))]))
     return torch.cat(found, -1)
 
 

@@ -23,7 +23,7 @@ from kvlab.inputs.models import lm_of
 from kvlab.lib import progress_bars
 from kvlab.lib.files import why
 from kvlab.traces.recording import Options, Recording, check_keep, planned, several
-from kvlab.traces.run import capture, placed
+from kvlab.traces.run import capture, move
 from kvlab.traces.trace import FORMAT, Trace
 
 if TYPE_CHECKING:
@@ -153,13 +153,13 @@ def _one(asked: dict[str, Any], limit_gb: float, progress: bool | None, wait: fl
             except (KvlabError, FileNotFoundError):
                 path.unlink(missing_ok=True)
             else:
-                return placed(trace, keep, lm.device)
+                return move(trace, keep, lm.device)
         # A long one is never held in memory besides.
         into = path if plan.chunk < len(plan.ids) else None
         trace = capture(**asked, into=into, progress=progress)
         if into is None:
             # What lies in the file need not lie in memory, too: twenty documents of 2,000 tokens are 5 GB.
-            trace = placed(Trace.load(trace.save(path)), keep, lm.device)
+            trace = move(Trace.load(trace.save(path)), keep, lm.device)
     prune(limit_gb)
     return trace
 

@@ -22,7 +22,7 @@ def store(dtype, storage, n=300):
     made.hold(storage)
     for _ in range(40):
         made.append(keys[:, :, :1], values[:, :, :1])
-        made.settle()
+        made.quantise_pending()
     return made
 
 

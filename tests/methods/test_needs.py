@@ -9,7 +9,7 @@ import torch
 import kvlab
 from kvlab.core import ranking
 from kvlab.methods import Budget
-from kvlab.methods._base.needs import DEEDS, NOTHING, Needs
+from kvlab.methods._base.needs import NOTHING, VERBS, Needs
 from kvlab.methods._base.repeating import Repetition
 
 AROUND = ["adakv", "criticalkv", "chunkkv"]
@@ -59,7 +59,7 @@ def around(name):
 def test_a_method_around_a_scorer_asks_for_all_that_the_scorer_asks_for(name):
     inner, outer = Greedy().needs, (kvlab.policy(name, scorer=Greedy()) if name == "think" else around(name)).needs
     for each in fields(Needs):
-        if each.name not in (*DEEDS, "queries"):
+        if each.name not in (*VERBS, "queries"):
             assert getattr(outer, each.name) == getattr(inner, each.name) != getattr(NOTHING, each.name), each.name
     assert outer.queries == (32 if name == "think" else 8)
     assert outer.pseudo.tokens(torch.arange(9), 0, torch.as_tensor).tolist() == [0, 1, 2, 3, 4]

@@ -83,7 +83,7 @@ class Prompt:
         self._pseudo, self._accumulated, self._perplexity = pseudo, accumulated, perplexity
         self._projections, self._rotations, self._pre_queries = projections, rotations, pre_queries
         self._repeated = repeated or {}
-        self.max_new_tokens, self.scaling = max_new_tokens, Softmax.of(scaling).told
+        self.max_new_tokens, self.scaling = max_new_tokens, Softmax.of(scaling).scaling
         self.plan: Tensor | None = None
         every = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
         self.positions = every if positions is None else positions
