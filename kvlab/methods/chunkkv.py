@@ -10,10 +10,10 @@ from torch import Tensor
 from kvlab.core import ranking
 from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.prompt import Prompt
-from kvlab.methods._base.scorer import AroundScorer
+from kvlab.methods._base.scorer import ScorerWrapper
 
 
-class ChunkKV(AroundScorer):
+class ChunkKV(ScorerWrapper):
     """Keeps whole chunks of neighbouring tokens, those with the best mean score; one set for a layer; prefill only.
 
     ChunkKV (Liu et al. 2025), algorithm 1: the prompt is cut into chunks of `chunk` tokens, a chunk's score is that of

@@ -11,10 +11,10 @@ from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.needs import Needs
 from kvlab.methods._base.projecting import projected_norms
 from kvlab.methods._base.prompt import Prompt
-from kvlab.methods._base.scorer import AroundScorer
+from kvlab.methods._base.scorer import ScorerWrapper
 
 
-class CriticalKV(AroundScorer):
+class CriticalKV(ScorerWrapper):
     """Spends a part of the budget by another's scores, the rest by these times the size of the projected values;
     prefill only.
 
