@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from kvlab.core.attention import attend, attend_and_accumulate
 from kvlab.core.autocast import outside_autocast
 from kvlab.core.hookable import NORMS, PROJECTIONS, layers_of, text_config, windows_of
-from kvlab.core.rotation import CHECKED, Rotation, agreeing
+from kvlab.core.rotation import CHECKED, Rotation, agreeing, candidates
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
 
@@ -76,6 +76,21 @@ class Call:
 
 
 Handler = Callable[[Call], Tensor]
+
+
+class Rotations:
+    """How the layers of a model turn queries and keys, found call by call while a prompt is fed."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._choices: list[Rotation] = []
+
+    def of(self, call: Call) -> Rotation | None:
+        """That of the call's layer, as `Call.rotation` gives it; the layers of a pass come one after the other."""
+        if call.index == 0:
+            # The tables may have been made anew for the length of this very prompt.
+            self._choices = list(candidates(self._model))
+        return call.rotation(self._choices)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvlab.core import adapter, hookable
-from kvlab.core.hooks import Call
+from kvlab.core.hooks import Handler
 from kvlab.core.layout import Layout
 from kvlab.core.storage import Storage
 from kvlab.core.store import LayerStore
@@ -62,14 +62,6 @@ class Host(Protocol):
         ...
 
 
-class Pass(Protocol):
-    """A forward pass that the session makes by itself on what a cache holds, such as that of pseudo-tokens."""
-
-    def attend(self, cache: LiveCache, call: Call) -> Tensor:
-        """The output of one layer's attention, `[rows, heads, n, head_dim]`."""
-        ...
-
-
 class LiveCache(DynamicCache):
     """transformers' cache, whose layers a policy compresses.
 
@@ -96,7 +88,7 @@ class LiveCache(DynamicCache):
         self.steps = 0  # single-token steps since
         self.number = 0  # which prompt of its session this is, from 1; 0 before the prompt has ended
         self.padding: Tensor | None = None  # [batch] left padding of each row
-        self.own_pass: Pass | None = None  # one of the session itself that is under way on it
+        self.own_pass: Handler | None = None  # attends in a pass that the session itself makes
         self.ended_at = 0  # how many tokens there were when it ended
         self.prompt_end: int | None = None
         self.drafting = self.from_caller = False

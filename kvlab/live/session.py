@@ -74,7 +74,7 @@ class Session:
     ):
         self.model, self.policy, self.turns, self.storage = model, policy, turns, storage
         self._reports = Reports(policy, probes, shadow_bytes, storage)
-        self._attending = Attending(policy, turns, self._reports)
+        self._attending = Attending(model, policy, turns, self._reports)
         self._prefill = Prefill(model, policy, turns, encode, max_new_tokens, storage)
         self.modules, self.layout = hookable.layers_of(model), hookable.layout_of(model)
         if policy.needs.projection:
@@ -344,7 +344,7 @@ class Session:
     def _attended(self, call: hooks.Call) -> Tensor:
         cache = self._cache
         if cache is not None and cache.own_pass is not None:
-            return cache.own_pass.attend(cache, call)
+            return cache.own_pass(call)
         if cache is None or not self._passing:
             raise KvlabError(f"inside a kvlab session call the {type(self.model).__name__} itself, not a part of it")
         self._seen_by_a_layer = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 # Prompts of more tokens than `WHOLE` are fed `CHUNK` at a time: enough of them for products at full speed.
 WHOLE, CHUNK = 4096, 1024
+
+Feed = Callable[[Tensor, hooks.Handler], None]
+"""Runs tokens `[rows, m]` on top of prompts and leaves nothing of them. The handler's calls hold the keys and values of
+the prompt, and behind them those of the pass.
+"""
 
 
 def forward(lm: LM, ids: Tensor, cache: StoreCache, positions: Tensor | None = None, logits_of: int = 1) -> Tensor:
@@ -108,21 +113,35 @@ def repeat_scores(lm: LM, cache: StoreCache, repetition: Repetition, parts: Sequ
     Args:
         cache: that holds the prompt; what is fed leaves nothing in it.
     """
-    modules, found = hookable.layers_of(lm.model), []
+
+    def feed(ids: Tensor, handler: hooks.Handler) -> None:
+        with hooks.hooked(lm.model, handler, pre_rope=False, hidden=repetition.plus):
+            forward(lm, ids[0], cache.transient())
+
+    return torch.cat(score_parts(feed, hookable.layers_of(lm.model), repetition, [parts]))
+
+
+def score_parts(
+    feed: Feed, modules: Sequence[nn.Module], repetition: Repetition, parts: Sequence[Sequence[Part]]
+) -> list[Tensor]:
+    """Scores `[rows, kv_heads, prompt]` of the passes that repeat prompts, layer by layer: in a capture and live.
+
+    Args:
+        modules: the attention of the compressed layers.
+        parts: of each row. Prompts of one length have parts at the same positions, with as many tokens.
+    """
     projections = hookable.required_projections(modules) if repetition.plus else [None] * len(modules)
-    for part in parts:
-        scores: dict[int, Tensor] = {}
+    by_part: list[dict[int, Tensor]] = []
 
-        def score(call: hooks.Call, part: Part = part, scores: dict[int, Tensor] = scores) -> Tensor:
-            states = call.queries, call.keys, call.values
-            weight = projections[call.index]
-            scores[call.index] = repetition.scores(part, *states, call.softmax, call.hidden, weight)[0]
-            return call.attend()
+    def score(call: hooks.Call) -> Tensor:
+        states, weight = (call.queries, call.keys, call.values), projections[call.index]
+        by_part[-1][call.index] = repetition.scores(part, *states, call.softmax, call.hidden, weight)
+        return call.attend()
 
-        with hooks.hooked(lm.model, score, pre_rope=False, hidden=repetition.plus):
-            forward(lm, part.ids, cache.transient())
-        found.append(torch.stack([scores[index] for index in range(len(modules))]))
-    return torch.cat(found, -1)
+    for part, *others in zip(*parts, strict=True):
+        by_part.append({})
+        feed(torch.stack([each.ids for each in (part, *others)]), score)
+    return [torch.cat([scores[index] for scores in by_part], -1) for index in range(len(modules))]
 
 
 @torch.inference_mode()

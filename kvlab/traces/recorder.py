@@ -11,7 +11,7 @@ from torch import Tensor
 from kvlab.core import hookable, hooks
 from kvlab.core.adapter import StoreCache, layer_bytes
 from kvlab.core.geometry import geometry
-from kvlab.core.rotation import Rotation, candidates
+from kvlab.core.rotation import Rotation
 from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
 
@@ -59,10 +59,9 @@ class Recorder:
         self.layers, self.heads = self.queries.shape[:2]
         pairs = zip(self.keys[:, None], self.values[:, None], strict=True)
         self.stores = [LayerStore.preallocated(keys, values) for keys, values in pairs]
-        self.cache, self._model = StoreCache(self.stores, lm.model), lm.model
+        self.cache, self._rotations = StoreCache(self.stores, lm.model), hooks.Rotations(lm.model)
         self.softmax = Softmax()
         self.rotations: dict[int, Rotation | None] = {}
-        self._choices: list[Rotation] = []
         self._sinks: dict[int, Tensor] = {}
         self.prefilling = True
 
@@ -76,9 +75,7 @@ class Recorder:
             self.pre_queries[call.index, :, rows] = call.pre_rope[0, :, n - kept :]
         self.softmax = call.softmax
         if self.prefilling:
-            # The tables may have been made anew for the length of this very prompt.
-            self._choices = list(candidates(self._model)) if call.index == 0 else self._choices
-            self.rotations[call.index] = call.rotation(self._choices)
+            self.rotations[call.index] = self._rotations.of(call)
         if call.sinks is not None:
             self._sinks[call.index] = call.sinks
         if self.accumulated is not None and self.prefilling:
