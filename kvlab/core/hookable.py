@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from kvlab.core.autocast import outside_autocast
 from kvlab.core.geometry import geometry
 from kvlab.core.layout import WHOLE, Layout
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
+from kvlab.lib.devices import outside_autocast
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvlab.core.attention import attend, attend_and_accumulate
-from kvlab.core.autocast import outside_autocast
 from kvlab.core.hookable import NORMS, PROJECTIONS, layers_of, text_config, windows_of
 from kvlab.core.rotation import CHECKED, Rotation, agreeing, candidates
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
+from kvlab.lib.devices import outside_autocast
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvlab.core import hookable
-from kvlab.core.autocast import outside_autocast
 from kvlab.core.hooks import Call, Handler
 from kvlab.core.rotation import Rotation
 from kvlab.core.storage import Storage
 from kvlab.errors import KvlabError
+from kvlab.lib.devices import outside_autocast
 from kvlab.live import passes
 from kvlab.live.attention_step import ACCUMULATED
 from kvlab.live.cache import LiveCache

@@ -12,6 +12,7 @@ from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
 from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base import profile
+from kvlab.methods._base.eviction import after_compression
 from kvlab.methods._base.policy import Budget, Kernel, Policy, top_and_last
 from kvlab.methods._base.prompt import Prompt
 
@@ -63,10 +64,6 @@ class RKV(Policy):
     def observes(self) -> int:
         return self.window
 
-    def left(self, budget: int) -> int:
-        """Entries that a compression leaves."""
-        return budget - (self.interval or max(1, min(128, budget // 8)))
-
     def scores(self, prompt: Prompt) -> Tensor:
         return prompt.share(
             ("rkv", self.window, self.kernel, self.mix, self.threshold),
@@ -77,7 +74,7 @@ class RKV(Policy):
         return ranking.with_last(self.scores(prompt), self.window)
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
-        return top_and_last(self.scores(prompt), self.left(budget) - self.window, self.window)
+        return top_and_last(self.scores(prompt), after_compression(budget, self.interval) - self.window, self.window)
 
     def compress(self, store: LayerStore, prompt: Prompt) -> None:
         profile.begin(store, self.window, self._rows(prompt))
@@ -88,7 +85,7 @@ class RKV(Policy):
         rows = profile.follow(store, self.window, weights.unflatten(1, (store.positions.shape[1], -1)).amax(2))
         if store.length > store.budget:
             scores = self._score(rows, store.keys)
-            store.evict(top_and_last(scores, self.left(store.budget) - self.window, self.window))
+            store.evict(top_and_last(scores, after_compression(store.budget, self.interval) - self.window, self.window))
 
     def _rows(self, prompt: Prompt) -> Tensor:
         """Attention of the prompt's last queries, the largest of each group, `[rows, kv_heads, length, n]`."""

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from kvlab.core import attention, ranking
-from kvlab.core.autocast import outside_autocast
 from kvlab.core.storage import AS_IS, Storage
 from kvlab.core.store import EMPTY, LayerStore
 from kvlab.errors import KvlabError, whole
 from kvlab.instruments import measures
 from kvlab.instruments.probes import Probe, Seen
 from kvlab.instruments.records import Records
+from kvlab.lib.devices import outside_autocast
 from kvlab.methods import Policy, Prompt
 from kvlab.methods._base import contract
 from kvlab.methods._base.clock import append_and_select, attend, positions_read, weigh

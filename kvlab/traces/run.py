@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvlab.core import hookable, hooks
-from kvlab.core.autocast import outside_autocast
 from kvlab.errors import KvlabError
 from kvlab.inputs.models import lm_of
 from kvlab.lib import progress_bars
+from kvlab.lib.devices import outside_autocast
 from kvlab.lib.files import replacing
 from kvlab.methods import Policy
 from kvlab.traces.file_draft import Draft

@@ -49,7 +49,6 @@ CODE = (
     "inputs/models/lm.py",
     "inputs/models/loading.py",
     "inputs/shapes.py",
-    "methods/_base/projecting.py",
     "methods/_base/repeating.py",
     "traces/file_draft.py",
     "traces/files.py",

@@ -408,3 +408,12 @@ def _pseudo_for(pseudo: Mapping[str, Tensor], policy: Asks) -> Tensor | None:
     for_any = pseudo.get(ANY_POLICY)
     asked = policy.needs.pseudo
     return for_any if asked is None else pseudo.get(asked.key, for_any)
+
+
+def opened(trace: Trace | str | Path) -> Trace:
+    """A trace, or the one that was saved at that path. Raises KvlabError for anything else."""
+    if isinstance(trace, Trace):
+        return trace
+    if isinstance(trace, str | Path):
+        return Trace.load(trace)
+    raise KvlabError(f"a trace is what kvlab.capture gives, or the path where one was saved, and not {trace!r:.60}")
