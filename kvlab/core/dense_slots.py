@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvlab.core.packed_slots import PackedSlots
-from kvlab.core.slots import EMPTY, overlapping, pick, roomy, tight
+from kvlab.core.slots import EMPTY, as_numpy, growing_capacity, pick, tight_capacity
 
 
 class DenseSlots:
@@ -122,7 +122,7 @@ class DenseSlots:
 
     def _moved(self, tensor: Tensor, keep: Tensor, anew: bool) -> Tensor:
         n, used = keep.shape[2], tensor[:, :, self.start : self.start + self.length]
-        whole = tensor.new_empty(*tensor.shape[:2], tight(n), *tensor.shape[3:]) if anew else tensor
+        whole = tensor.new_empty(*tensor.shape[:2], tight_capacity(n), *tensor.shape[3:]) if anew else tensor
         start = 0 if anew else self.start
         out = whole[:, :, start : start + n]
         if tensor.dim() == 3 or not tensor.is_cpu:
@@ -171,7 +171,7 @@ class DenseSlots:
         """Move up what lies behind `slot` of each head; nothing else is touched."""
         gaps, end = (slot + self.start).flatten().tolist(), self.start + self.length
         for tensor in self.tensors.values():
-            heads = overlapping(tensor).reshape(len(gaps), -1)
+            heads = as_numpy(tensor).reshape(len(gaps), -1)
             width = heads.shape[1] // self.capacity
             for entries, gap in zip(heads, gaps, strict=True):
                 entries[gap * width : (end - 1) * width] = entries[(gap + 1) * width : end * width]
@@ -224,7 +224,7 @@ class DenseSlots:
         capacity = self.capacity
         if self.owned and self.start + self.length + n <= capacity:
             return
-        fits, room = self.owned and self.length + n <= capacity, roomy(self.length + n)
+        fits, room = self.owned and self.length + n <= capacity, growing_capacity(self.length + n)
 
         def moved(tensor: Tensor) -> Tensor:
             used = tensor[:, :, self.start : self.start + self.length]

@@ -337,7 +337,7 @@ class Int8(Rounded):
 
     def rounded(self, name: str, x: Tensor) -> dict[str, Tensor]:
         x = x.float()
-        step = upward(x.abs().amax(-1, keepdim=True) / 127)
+        step = ceil_to_float16(x.abs().amax(-1, keepdim=True) / 127)
         codes = torch.where(step > 0, x / step.float(), 0).round().clamp(-127, 127)
         return {name: codes.to(torch.int8), f"{name} step": step}
 
@@ -380,13 +380,13 @@ class Fp8(Rounded):
         return sum(scale.numel() * scale.element_size() for scale in self.scales.values())
 
 
-def upward(x: Tensor) -> Tensor:
-    """float32 in float16, never smaller than it was."""
+def ceil_to_float16(x: Tensor) -> Tensor:
+    """float32 as the next float16 that is not smaller."""
     half = x.half()
     above = torch.nextafter(half, torch.full_like(half, torch.inf))
     return torch.where(half.float() < x, above, half).clamp_max(torch.finfo(torch.float16).max)
 
 
-def downward(x: Tensor) -> Tensor:
-    """float32 in float16, never larger than it was."""
-    return -upward(-x)
+def floor_to_float16(x: Tensor) -> Tensor:
+    """float32 as the next float16 that is not larger."""
+    return -ceil_to_float16(-x)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvlab.core.dense_slots import DenseSlots
-from kvlab.core.entries import AsIs, Get, Run, downward, upward
+from kvlab.core.entries import AsIs, Get, Run, ceil_to_float16, floor_to_float16
 from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, blank, pick
 
 GROUP = "group"
@@ -35,8 +35,8 @@ def rounded(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes (uint8, of the shape of `x`), steps and zeros (float16) of the groups that `dim` of `x` goes through."""
     x = x.float()
     lowest, highest = x.aminmax(dim=dim, keepdim=True)
-    zeros = downward(lowest)
-    steps = upward((highest - zeros.float()) / (2**bits - 1))
+    zeros = floor_to_float16(lowest)
+    steps = ceil_to_float16((highest - zeros.float()) / (2**bits - 1))
     return codes(x, steps, zeros, bits), steps, zeros
 
 

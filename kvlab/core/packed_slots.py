@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvlab.core.slots import EMPTY, blank, overlapping, roomy, tight
+from kvlab.core.slots import EMPTY, as_numpy, blank, growing_capacity, tight_capacity
 
 
 class Slots(Protocol):
@@ -54,7 +54,7 @@ class PackedSlots:
         shape: tuple[int, int],
         counts: list[int],
         piece: Callable[[Tensor, int], Tensor],
-        room: Callable[[int], int] = tight,
+        room: Callable[[int], int] = tight_capacity,
     ) -> PackedSlots:
         """Tensors like the source's, into which `piece` of each (the tensor, the head) brings `[count, ...]`."""
         rooms = [room(count) for count in counts]
@@ -215,7 +215,7 @@ class PackedSlots:
         """Move `n` slots from `start` on by so many, which may be fewer than they are."""
         for tensor in self.tensors.values():
             if tensor.is_cpu:
-                array = overlapping(tensor)
+                array = as_numpy(tensor)
                 array[start + by : start + by + n] = array[start : start + n]
             else:
                 tensor[start + by : start + by + n] = tensor[start : start + n].clone()
@@ -235,7 +235,7 @@ class PackedSlots:
                 grow = True
         if grow:
             needed = [count + n for count, n in zip(self.counts, counts, strict=True)]
-            rooms = iter([roomy(n) for n in needed])
+            rooms = iter([growing_capacity(n) for n in needed])
             grown = PackedSlots.filled(self, self.shape, self.counts, self.of, lambda _: next(rooms))
             self.tensors, self._rooms = grown.tensors, grown._rooms
             self._regions, self._starts = grown._regions, grown._starts

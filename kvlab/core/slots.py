@@ -71,7 +71,7 @@ def blank(name: str) -> int:
     return EMPTY if name == POSITIONS else 0
 
 
-def overlapping(tensor: Tensor):
+def as_numpy(tensor: Tensor):
     """A view of a tensor on the CPU as a NumPy array, in which a stretch may be moved into one that overlaps it, which
     PyTorch does only by way of a copy.
     """
@@ -79,12 +79,12 @@ def overlapping(tensor: Tensor):
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def tight(n: int) -> int:
+def tight_capacity(n: int) -> int:
     """Room for `n` slots after an eviction: little more than what is there, since freeing memory was its purpose."""
     return n + max(4, n // 32)
 
 
-def roomy(n: int) -> int:
+def growing_capacity(n: int) -> int:
     """Room for `n` slots that will be more: growing by an eighth, appending costs amortised constant time."""
     return n + max(16, n // 8)
 

@@ -465,12 +465,12 @@ class Session:
         """One row for each layer of the model: layer, sees (what it looks at), compressed, and bytes, what it holds now
         (keys and values, with what the policy keeps beside them).
         """
-        held: dict[int, int] = {}
+        bytes_of: dict[int, int] = {}
         if self._cache is not None:
-            held = {number: adapter.layer_bytes(layer) for number, layer in self._cache.others.items()}
+            bytes_of = {number: adapter.layer_bytes(layer) for number, layer in self._cache.others.items()}
             for number, layer in zip(self.layout.compressed, self._cache.compressed, strict=True):
-                held[number] = sum(group.kv_bytes(self.policy) + group.store.aux_bytes for group in layer.groups)
-        return self.layout.table().assign(bytes=[held.get(number, 0) for number in range(len(self.layout.sees))])
+                bytes_of[number] = sum(group.kv_bytes(self.policy) + group.store.aux_bytes for group in layer.groups)
+        return self.layout.table().assign(bytes=[bytes_of.get(number, 0) for number in range(len(self.layout.sees))])
 
     @property
     def probes(self) -> list[Probe]:

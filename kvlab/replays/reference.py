@@ -164,10 +164,10 @@ def reference(trace: Trace) -> Reference:
     others = [each for each in _latest if each() not in (None, found)]
     _latest[:] = [*others, ref(found)]
     alive = [each for known in _latest if (each := known()) is not None]
-    held = sum(each.cached_bytes for each in alive)
+    in_use = sum(each.cached_bytes for each in alive)
     for oldest in alive[:-1]:
-        if held <= CACHE_BYTES:
+        if in_use <= CACHE_BYTES:
             break
-        held -= oldest.cached_bytes
+        in_use -= oldest.cached_bytes
         oldest.free()
     return found

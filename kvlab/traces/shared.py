@@ -102,13 +102,13 @@ def shared(
         KvlabError: as `kvlab.capture`, where the cache folder cannot be written, and for a `KVLAB_TRACES_GB` that is no
             number, or a file of one's own.
     """
-    given = signature(capture).bind(lm_of(lm), text_or_ids, *args, **options)
-    given.apply_defaults()
-    asked = {name: value for name, value in given.arguments.items() if name not in ("progress", "into")}
-    if given.arguments["into"] is not None:
+    bound = signature(capture).bind(lm_of(lm), text_or_ids, *args, **options)
+    bound.apply_defaults()
+    asked = {name: value for name, value in bound.arguments.items() if name not in ("progress", "into")}
+    if bound.arguments["into"] is not None:
         raise KvlabError(f"shared traces have their files in {folder()}: leave into out, or use kvlab.capture")
     check_keep(asked["keep"])
-    limit, progress = _limit(), given.arguments["progress"]
+    limit, progress = _limit(), bound.arguments["progress"]
     if several(text_or_ids, asked["response"]):
         return _each(list(text_or_ids), asked, limit, progress)
     return _one(asked, limit, progress)
@@ -192,13 +192,13 @@ def prune(limit_gb: float | None = None) -> list[Path]:
 
 
 def _limit() -> float:
-    given = os.environ.get("KVLAB_TRACES_GB", LIMIT_GB)
+    value = os.environ.get("KVLAB_TRACES_GB", LIMIT_GB)
     try:
-        limit = float(given)
+        limit = float(value)
     except ValueError:
         limit = math.nan
     if not limit >= 0:
-        raise KvlabError(f"KVLAB_TRACES_GB must be a number of gigabytes, such as {LIMIT_GB:g}, and not {given!r}")
+        raise KvlabError(f"KVLAB_TRACES_GB must be a number of gigabytes, such as {LIMIT_GB:g}, and not {value!r}")
     return limit
 
 

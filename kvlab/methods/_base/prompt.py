@@ -255,7 +255,7 @@ class Prompt:
             )
         return self._repeated[repetition.key]
 
-    def answers(self, policy: Asks) -> None:
+    def check_inputs(self, policy: Asks) -> None:
         """Raise KvlabError where something is missing that `policy` needs of the model."""
         needs = policy.needs
         wanted = needs.projection, needs.rotation, needs.pre_queries
