@@ -176,7 +176,7 @@ def test_classes_worked_out_by_hand(prediction, answer, expected):
     assert scores.classification(prediction, answer, CLASSES) == pytest.approx(expected)
 
 
-def test_a_class_after_a_dropped_one_is_not_read_skeleton():
+def test_a_class_after_a_dropped_one_is_not_looked_at():
     """LongBench's script removes from the list that it walks over: of two parts in a row the second stays."""
     assert scores.classification("abc", "abc", ["a", "b", "abc"]) == 1 / 2
     assert scores.classification("abc", "abc", ["a", "abc", "b"]) == 1

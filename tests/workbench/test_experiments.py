@@ -257,7 +257,7 @@ def test_the_key_follows_the_tables_of_every_budget(tmp_path, monkeypatch):
         ({"documents": ["empty.txt"]}, "empty"),
     ],
 )
-def test_inputs_are_read_skeleton_before_anything_runs(project, parameters, match):
+def test_inputs_are_looked_at_before_anything_runs(project, parameters, match):
     (project / "empty.txt").write_text("  \n")
     with one_sentence(match):
         inputs.prepare([{"seed": 0}, parameters])
