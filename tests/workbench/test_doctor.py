@@ -86,7 +86,7 @@ def test_the_command_says_by_its_exit_code_whether_all_is_well(project, monkeypa
     assert result.exit_code == 1 and "mend:" in result.stdout
 
 
-def test_the_disk_of_a_store_elsewhere_is_read_skeleton_too(project, monkeypatch, tmp_path_factory):
+def test_the_disk_of_a_store_elsewhere_is_looked_at_too(project, monkeypatch, tmp_path_factory):
     far = tmp_path_factory.mktemp("far")
     assert str(far) not in doctor.disk().found
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{far / 'mlflow.db'}")

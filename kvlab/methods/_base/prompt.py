@@ -13,6 +13,7 @@ from kvlab.core import attention
 from kvlab.core.rotation import Rotation
 from kvlab.core.softmax import Scaling, Softmax
 from kvlab.errors import KvlabError
+from kvlab.lib.renamed import Renamed
 from kvlab.methods._base.needs import Needs
 from kvlab.methods._base.repeating import Repetition
 
@@ -54,6 +55,8 @@ class Prompt:
         plan: these rows' share of what the policy planned over all layers, `[rows, ...]`; None before, and for
             policies that plan nothing.
     """
+
+    answers = Renamed("check_inputs")
 
     def __init__(
         self,
