@@ -64,7 +64,7 @@ def main(
         lm = models.load(model, device="cpu", dtype="float32")
     lms = {"torch": lm, "oneDNN": models.LM(copy.deepcopy(lm.model), lm.tokenizer, lm.name, lm.sha256)}
     os.environ[onednn.SWITCH] = LIBRARIES["oneDNN"]
-    onednn.hasten(lms["oneDNN"].model)
+    onednn.use_onednn(lms["oneDNN"].model)
     grid = Table(title=f"{lm.name}, {meters.device_name(lm.device)}", box=box.MARKDOWN)
     for title in ("tokens", "", "torch", "oneDNN", "oneDNN over torch", "range", "differs by"):
         grid.add_column(title, justify="left" if title == "" else "right")

@@ -36,7 +36,7 @@ from kvlab.bench import clock, meters, timing
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.inputs import models, shapes
-from kvlab.methods._base.clock import take
+from kvlab.methods._base.clock import append_and_select
 from kvlab.methods._base.prompt import Prompt
 
 SHAPE = "llama-3.1-8b"
@@ -89,7 +89,7 @@ def bytes_of(policy: kvlab.Policy, config: Any, length: int) -> tuple[float, flo
     prompt = queries[:, :, :-1], keys[:, :, :-1], values[:, :, :-1]
     store = LayerStore(*prompt[1:])
     policy.compress(store, Prompt(*prompt, layers=(0,), n_layers=1, max_new_tokens=1))
-    slots = take(policy, store, *(x[:, :, -1:] for x in (queries, keys, values)), scaling=None)
+    slots = append_and_select(policy, store, *(x[:, :, -1:] for x in (queries, keys, values)), scaling=None)
     heads = config.num_hidden_layers * config.num_key_value_heads
     stored, read = store.kv_bytes + store.aux_bytes, store.bytes_of(slots) + policy.overhead_bytes(store)
     return heads * stored, heads * read

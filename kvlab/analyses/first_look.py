@@ -107,7 +107,7 @@ def lost_tokens(
     """
     if trace.ids is None:
         raise KvlabError("this trace was made from tensors alone, so its tokens are not known")
-    row = trace.layout.place(query.layer)
+    row = trace.layout.index(query.layer)
     weights = reference(trace).at(query.step)[row, query.head].to("cpu", copy=True)
     read = result.kept(query.layer, query.step)[query.head * trace.kv_heads // trace.heads]
     weights[read[read >= 0]] = 0

@@ -24,8 +24,8 @@ from kvlab.core.store import EMPTY
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import lm_of
 from kvlab.lib import progress_bars
-from kvlab.live.gather import gather
 from kvlab.live.session import Session, compress
+from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods import Policy, policy
 from kvlab.traces.recording import prompt_ids, several
 
@@ -141,7 +141,7 @@ def response_ids(lm: LM, response: str | Sequence[int] | Tensor) -> Tensor:
 @torch.no_grad()
 def run_policy(lm: LM, tested: Policy, ids: Tensor, given: Tensor | None, tokens: int) -> tuple[Response, list[Tensor]]:
     """The prompt's end with its response, and what each step of it reads under the policy, layer by layer."""
-    with gather(lm.model, [tested]):
+    with shared_prefill(lm.model, [tested]):
         out = lm.model(ids[None].to(lm.device), use_cache=True, logits_to_keep=1)
     prefilled, logits = out.past_key_values, out.logits[0, -1].float()
     stores = [layer.groups[0].store for layer in prefilled.compressed]
@@ -171,7 +171,7 @@ def _greedy(
     cache = DynamicCache()
     cache.layers = adapter.arranged(lm.model, hookable.layout_of(lm.model), mine)
     for number, layer in others.items():
-        cache.layers[number] = adapter.twin(layer)
+        cache.layers[number] = adapter.copy_layer(layer)
     made = [logits.argmax()]
     while len(made) < tokens:
         out = lm.model(made[-1].view(1, 1), past_key_values=cache, logits_to_keep=1)

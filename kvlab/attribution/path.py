@@ -124,7 +124,7 @@ class Response:
         lines: list[Line] = []
 
         def attend(call: hooks.Call) -> Tensor:
-            layer = LayerReads(*self.entries[call.place], reads[call.place])
+            layer = LayerReads(*self.entries[call.index], reads[call.index])
             lines.append(Line(layer, gates, counts, call.softmax))
             return lines[-1].attend(call.queries, call.keys, call.values)
 
@@ -168,5 +168,5 @@ class Response:
         layers = adapter.arranged(self.lm.model, hookable.layout_of(self.lm.model), mine)
         rows = torch.zeros(points, dtype=torch.int64, device=self.lm.device)
         for number, layer in self.others.items():
-            layers[number] = _differentiable(adapter.rows_of(layer, rows))
+            layers[number] = _differentiable(adapter.copy_rows(layer, rows))
         return Cache(layers=layers)

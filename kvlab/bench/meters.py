@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 import kvlab
 from kvlab.bench import clock
 from kvlab.core import hookable
-from kvlab.core.adapter import held_bytes
+from kvlab.core.adapter import layer_bytes
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus, packs
 from kvlab.inputs.models import LM
@@ -108,6 +108,6 @@ def stored(cache: Any, session: Session | None) -> dict[str, float]:
         names = ("kv_bytes", "aux_bytes", "allocated_bytes", "read_bytes", "uncompressed_bytes")
         return {name: getattr(session, name) for name in names}
     whole = [layer for layer in cache.layers if type(layer) is DynamicLayer] or cache.layers
-    total, of_all = (float(sum(map(held_bytes, layers))) for layers in (whole, cache.layers))
+    total, of_all = (float(sum(map(layer_bytes, layers))) for layers in (whole, cache.layers))
     same = dict.fromkeys(("kv_bytes", "allocated_bytes", "read_bytes"), total)
     return same | {"aux_bytes": 0.0, "uncompressed_bytes": of_all - total}

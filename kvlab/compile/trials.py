@@ -17,8 +17,8 @@ from kvlab.compile.contexts import Context
 from kvlab.compile.settings import Settings
 from kvlab.core.store import LayerStore
 from kvlab.live.cache import LiveCache
-from kvlab.live.gather import gather
 from kvlab.live.session import compress
+from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods import Policy, Prompt
 from kvlab.methods._base.lookup import DecisionTables
 from kvlab.methods.compilerkv import CompilerKV
@@ -149,7 +149,7 @@ def prefilled(lm: LM, context: Context, settings: Settings) -> Iterator[Prefille
     """Run a context through the model once."""
     watcher = Watcher(**_policy(settings))
     with torch.inference_mode():
-        with gather(lm.model, [watcher]):
+        with shared_prefill(lm.model, [watcher]):
             ids = context.ids[None].to(lm.device)
             cache = lm.model(ids, use_cache=True, logits_to_keep=1).past_key_values
         with compress(lm.model, watcher, turns="leave") as session:

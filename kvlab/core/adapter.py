@@ -59,7 +59,7 @@ class StoreLayer(CacheLayerMixin):
         self.store.truncate(min(tokens_to_remove, length) if tokens_to_remove > 0 else length + tokens_to_remove)
 
 
-class PassingLayer(StoreLayer):
+class TransientLayer(StoreLayer):
     """What one forward pass sees on top of a store, which stays as it is."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -76,18 +76,18 @@ class StoreCache(Cache):
 
     def __init__(self, stores: list[LayerStore], model: nn.Module | None = None):
         self.stores = stores
-        mine: list[Any] = [StoreLayer(store) for store in stores]
-        super().__init__(layers=mine if model is None else arranged(model, layout_of(model), mine))
+        compressed: list[Any] = [StoreLayer(store) for store in stores]
+        super().__init__(layers=compressed if model is None else arrange_layers(model, layout_of(model), compressed))
 
-    def passing(self) -> StoreCache:
+    def transient(self) -> StoreCache:
         """A cache for one forward pass on top of these entries, of which nothing stays: each layer joins what is stored
         and what is new for the time of its own attention, so that no second cache is ever made.
         """
-        made = copy.copy(self)
-        made.layers = [
-            PassingLayer(layer.store) if isinstance(layer, StoreLayer) else twin(layer) for layer in self.layers
+        copied = copy.copy(self)
+        copied.layers = [
+            TransientLayer(layer.store) if isinstance(layer, StoreLayer) else copy_layer(layer) for layer in self.layers
         ]
-        return made
+        return copied
 
     @property
     def others(self) -> dict[int, Any]:
@@ -98,10 +98,10 @@ class StoreCache(Cache):
 # ------------------------------------------------------------------------------ what the layers left alone keep
 
 
-def arranged(model: nn.Module, layout: Layout, mine: Sequence[CacheLayerMixin]) -> list[Any]:
-    """`mine` in the places of a model's compressed layers, and what transformers keeps for each of the others."""
-    layers: list[Any] = own_layers(model) if layout.mixed else [None] * len(mine)
-    for number, layer in zip(layout.compressed, mine, strict=True):
+def arrange_layers(model: nn.Module, layout: Layout, compressed: Sequence[CacheLayerMixin]) -> list[Any]:
+    """All layers of a model's cache: `compressed` at their numbers, and transformers' own for the others."""
+    layers: list[Any] = own_layers(model) if layout.mixed else [None] * len(compressed)
+    for number, layer in zip(layout.compressed, compressed, strict=True):
         layers[number] = layer
     return layers
 
@@ -109,50 +109,50 @@ def arranged(model: nn.Module, layout: Layout, mine: Sequence[CacheLayerMixin]) 
 # States are written into by the model, in or out of inference mode: what is made of them here belongs to neither.
 @torch.inference_mode(False)
 @torch.no_grad()
-def twin(layer: Any) -> Any:
+def copy_layer(layer: Any) -> Any:
     """A layer of transformers' cache with the same contents, which goes on by itself."""
-    made = copy.copy(layer)
+    copied = copy.copy(layer)
     for name, value in vars(layer).items():
         # Windows make new tensors whenever they change; convolutions and linear states are written into.
         if isinstance(value, dict):
-            setattr(made, name, {key: x.clone() if isinstance(x, Tensor) else x for key, x in value.items()})
-    return made
+            setattr(copied, name, {key: x.clone() if isinstance(x, Tensor) else x for key, x in value.items()})
+    return copied
 
 
-def rows_of(layer: Any, rows: Tensor) -> Any:
+def copy_rows(layer: Any, rows: Tensor) -> Any:
     """A twin of a layer that holds the sequences `rows` only."""
-    made = twin(layer)
-    take(made, rows)
-    return made
+    copied = copy_layer(layer)
+    reorder_rows(copied, rows)
+    return copied
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def take(layer: Any, rows: Tensor) -> None:
+def reorder_rows(layer: Any, rows: Tensor) -> None:
     """Let a layer hold the sequences `rows` in place of the present ones."""
     layer.reorder_cache(rows.clone())
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def joined(layers: Sequence[Any]) -> Any:
+def join_layers(layers: Sequence[Any]) -> Any:
     """One layer that holds the sequences of several, which have seen equally many tokens."""
-    made = twin(layers[0])
-    for name in _held(made):
-        setattr(made, name, torch.cat([getattr(layer, name) for layer in layers]))
+    joined = copy_layer(layers[0])
+    for name in _entries(joined):
+        setattr(joined, name, torch.cat([getattr(layer, name) for layer in layers]))
     for name in STATES:
-        for key, value in (getattr(made, name, None) or {}).items():
+        for key, value in (getattr(joined, name, None) or {}).items():
             if value is not None:
-                getattr(made, name)[key] = torch.cat([getattr(layer, name)[key] for layer in layers])
-    return made
+                getattr(joined, name)[key] = torch.cat([getattr(layer, name)[key] for layer in layers])
+    return joined
 
 
-def held_bytes(layer: Any) -> int:
+def layer_bytes(layer: Any) -> int:
     """Bytes that a layer of transformers' cache holds: keys and values of a window, or states."""
     states = [x for name in STATES for x in (getattr(layer, name, None) or {}).values() if x is not None]
-    return sum(x.numel() * x.element_size() for x in [*_held(layer).values(), *states])
+    return sum(x.numel() * x.element_size() for x in [*_entries(layer).values(), *states])
 
 
-def _held(layer: Any) -> dict[str, Tensor]:
+def _entries(layer: Any) -> dict[str, Tensor]:
     found = {name: getattr(layer, name, None) for name in ("keys", "values")}
     return {name: x for name, x in found.items() if x is not None}

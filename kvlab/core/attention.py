@@ -318,6 +318,26 @@ def attention_over_prompt(queries: Tensor, keys: Tensor, scaling: Scaling = None
     return weights(queries, keys, scaling, visible)
 
 
+def projected_norms(values: Tensor, projection: Tensor, heads: int, order: int) -> Tensor:
+    """Norms of W_o v for each query head that reads a value.
+
+    Args:
+        values: `[kv_heads, length, head_dim]`.
+        projection: W_o, `[hidden, heads x head_dim]`.
+        order: 1 or 2.
+
+    Returns:
+        `[heads, length]`.
+    """
+    group = heads // values.shape[0]
+    # One head at a time: projected values are as wide as the hidden states.
+    norms = [
+        (exact(values[head // group]) @ exact(part).T).norm(p=order, dim=-1)
+        for head, part in enumerate(projection.chunk(heads, dim=1))
+    ]
+    return torch.stack(norms)
+
+
 def entropy(weights: Tensor) -> Tensor:
     """Entropy of attention rows in nats: `[..., length]` -> `[...]`, between 0 and log(length)."""
     return torch.special.entr(weights.float()).sum(-1)

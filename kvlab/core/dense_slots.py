@@ -7,14 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvlab.core.packed_slots import Flat
-from kvlab.core.slots import EMPTY, overlapping, pick, roomy, tight
+from kvlab.core.packed_slots import PackedSlots
+from kvlab.core.slots import EMPTY, as_numpy, growing_capacity, pick, tight_capacity
 
 
-class Even:
+class DenseSlots:
     """Named tensors of slots, equally many in each head.
 
-    Verbs that may leave heads with different numbers give back what holds the slots from then on: itself, or a `Flat`.
+    A verb that may leave heads with different numbers returns what holds the slots from then on: itself or a
+    `PackedSlots`.
 
     Args:
         tensors: `[rows, kv_heads, capacity, ...]` each.
@@ -71,9 +72,9 @@ class Even:
         """`[rows, kv_heads, length, ...]`."""
         return self.tensors[name][:, :, self.start : self.start + self.length]
 
-    def of(self, tensor: Tensor, place: int) -> Tensor:
+    def of(self, tensor: Tensor, head: int) -> Tensor:
         """The slots `[count, ...]` of one head, counted row by row, in one of the tensors or in one made from it."""
-        row, head = divmod(place, tensor.shape[1])
+        row, head = divmod(head, tensor.shape[1])
         return tensor[row, head, self.start : self.start + self.length]
 
     def runs(self) -> list[tuple[int, int]]:
@@ -100,17 +101,17 @@ class Even:
         for name, entries in new.items():
             self.tensors[name][:, :, first : first + n] = entries
 
-    def extend(self, new: Mapping[str, Tensor], counts: list[int]) -> Even | Flat:
+    def extend(self, new: Mapping[str, Tensor], counts: list[int]) -> DenseSlots | PackedSlots:
         """Add `counts` slots to the heads: `[sum of counts, ...]` of each tensor, head by head."""
         if len(set(counts)) > 1:
-            return self._flat().extend(new, counts)
+            return self._packed().extend(new, counts)
         self.append({name: x.unflatten(0, (*self.shape, counts[0])) for name, x in new.items()}, counts[0])
         return self
 
-    def evict(self, keep: Tensor) -> Even | Flat:
+    def evict(self, keep: Tensor) -> DenseSlots | PackedSlots:
         """Keep only the slots `keep` `[rows, kv_heads, n]`, ascending, -1 at the end where a head keeps fewer."""
         if bool((keep == EMPTY).any()):
-            return Flat.picked(self, keep)
+            return PackedSlots.picked(self, keep)
         n = keep.shape[2]
         anew = not self.owned or not self.start + n <= self.capacity <= 2 * n + 64
         moved = {name: self._moved(tensor, keep, anew) for name, tensor in self.tensors.items()}
@@ -121,7 +122,7 @@ class Even:
 
     def _moved(self, tensor: Tensor, keep: Tensor, anew: bool) -> Tensor:
         n, used = keep.shape[2], tensor[:, :, self.start : self.start + self.length]
-        whole = tensor.new_empty(*tensor.shape[:2], tight(n), *tensor.shape[3:]) if anew else tensor
+        whole = tensor.new_empty(*tensor.shape[:2], tight_capacity(n), *tensor.shape[3:]) if anew else tensor
         start = 0 if anew else self.start
         out = whole[:, :, start : start + n]
         if tensor.dim() == 3 or not tensor.is_cpu:
@@ -134,7 +135,7 @@ class Even:
                 out[row, head] = used[row, head].index_select(0, keep[row, head])
         return whole
 
-    def drop(self, slot: Tensor | int) -> Even | Flat:
+    def drop(self, slot: Tensor | int) -> DenseSlots | PackedSlots:
         """Evict one slot of every head: the same one, or `[rows, kv_heads]` of them."""
         if isinstance(slot, int):
             return self._cut(slot, 1)
@@ -144,7 +145,7 @@ class Even:
         rest = torch.arange(self.length - 1, device=slot.device).expand(*slot.shape, self.length - 1)
         return self.evict(rest + (rest >= slot[..., None]))
 
-    def cut(self, first: list[int], n: list[int]) -> Even | Flat:
+    def cut(self, first: list[int], n: list[int]) -> DenseSlots | PackedSlots:
         """Evict `n` slots of each head from slot `first` on, head by head."""
         if not any(n):
             return self
@@ -152,9 +153,9 @@ class Even:
             return self._cut(first[0], n[0])
         if set(n) == {1}:
             return self.drop(torch.tensor(first, device=self._any.device).view(self.shape))
-        return self._flat().cut(first, n)
+        return self._packed().cut(first, n)
 
-    def _cut(self, slot: int, n: int) -> Even:
+    def _cut(self, slot: int, n: int) -> DenseSlots:
         self._own()
         behind = self.length - slot - n
         for tensor in map(self.view, self.tensors):
@@ -170,7 +171,7 @@ class Even:
         """Move up what lies behind `slot` of each head; nothing else is touched."""
         gaps, end = (slot + self.start).flatten().tolist(), self.start + self.length
         for tensor in self.tensors.values():
-            heads = overlapping(tensor).reshape(len(gaps), -1)
+            heads = as_numpy(tensor).reshape(len(gaps), -1)
             width = heads.shape[1] // self.capacity
             for entries, gap in zip(heads, gaps, strict=True):
                 entries[gap * width : (end - 1) * width] = entries[(gap + 1) * width : end * width]
@@ -194,13 +195,13 @@ class Even:
         """Forget the `n` newest slots of every head."""
         self.length -= n
 
-    def expand(self, repeats: int) -> Even:
+    def expand(self, repeats: int) -> DenseSlots:
         """Repeat every head so often, one behind the other."""
         self.tensors = {name: x.repeat_interleave(repeats, dim=1) for name, x in self.tensors.items()}
         self.owned = True
         return self
 
-    def reorder(self, rows: Tensor) -> Even:
+    def reorder(self, rows: Tensor) -> DenseSlots:
         """The rows `rows` in place of the present ones."""
         self.tensors = {name: tensor.index_select(0, rows) for name, tensor in self.tensors.items()}
         self.owned = True
@@ -208,11 +209,11 @@ class Even:
 
     # ------------------------------------------------------------------ room
 
-    def _flat(self) -> Flat:
+    def _packed(self) -> PackedSlots:
         """The same slots where heads may hold different numbers of them; nothing is copied."""
         self._own()
         tensors = {name: x.flatten(0, 2) for name, x in self.tensors.items()}
-        return Flat(tensors, self.shape, self.counts, [self.capacity] * len(self.counts), self.start)
+        return PackedSlots(tensors, self.shape, self.counts, [self.capacity] * len(self.counts), self.start)
 
     def _own(self) -> None:
         if not self.owned:
@@ -223,7 +224,7 @@ class Even:
         capacity = self.capacity
         if self.owned and self.start + self.length + n <= capacity:
             return
-        fits, room = self.owned and self.length + n <= capacity, roomy(self.length + n)
+        fits, room = self.owned and self.length + n <= capacity, growing_capacity(self.length + n)
 
         def moved(tensor: Tensor) -> Tensor:
             used = tensor[:, :, self.start : self.start + self.length]
@@ -235,7 +236,7 @@ class Even:
         self.start, self.owned = 0, True
 
 
-class Recorded(Even):
+class RecordedSlots(DenseSlots):
     """Slots of a recording, read where they lie: until something changes, whatever is appended lies behind them already
     and is not looked at.
 

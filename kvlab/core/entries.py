@@ -11,8 +11,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from kvlab.core.dense_slots import Even
-from kvlab.core.packed_slots import Flat
+from kvlab.core.dense_slots import DenseSlots
+from kvlab.core.packed_slots import PackedSlots
 from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, Picking, padded
 
 Get = Callable[[str], Tensor]
@@ -55,7 +55,7 @@ class Entries(Protocol):
         """
         ...
 
-    def taken(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the slots `[rows, kv_heads, n]`, `[rows, kv_heads, n, head_dim]` each; anything for -1."""
         ...
 
@@ -75,13 +75,13 @@ class Entries(Protocol):
         """Add `n` entries to every head: `[rows, kv_heads, n, head_dim]`, at positions `[rows, kv_heads, n]`."""
         ...
 
-    def settle(self, seen: int) -> None:
+    def quantise(self, seen: int) -> None:
         """Round what has become old enough for it; `seen` is how many tokens there ever were."""
         ...
 
     @property
-    def calm(self) -> int:
-        """How many tokens there may have been before `settle` changes an entry that is there."""
+    def next_quantisation(self) -> int:
+        """How many tokens there may have been before `quantise` changes an entry that is there."""
         ...
 
     def evict(self, keep: Tensor) -> None:
@@ -141,7 +141,7 @@ class AsIs:
         slots: `keys`, `values` and `positions`.
     """
 
-    def __init__(self, slots: Even | Flat):
+    def __init__(self, slots: DenseSlots | PackedSlots):
         self.slots = slots
         keys = slots.tensors[KEYS]
         self.dtype, self.head_dim = keys.dtype, keys.shape[-1]
@@ -149,7 +149,7 @@ class AsIs:
     @classmethod
     def of(cls, keys: Tensor, values: Tensor, positions: Tensor) -> AsIs:
         """Entries `[rows, kv_heads, length, head_dim]` that are borrowed: read in place until something changes."""
-        made = cls(Even({KEYS: keys, VALUES: values, POSITIONS: positions}))
+        made = cls(DenseSlots({KEYS: keys, VALUES: values, POSITIONS: positions}))
         if bool((positions == EMPTY).any()):
             made.evict(torch.arange(keys.shape[2], device=keys.device).where(positions != EMPTY, EMPTY))
         return made
@@ -194,24 +194,24 @@ class AsIs:
         heads = slice(row * self.shape[1], (row + 1) * self.shape[1])
         return self.unpacked(name, lambda part: self.slots.view(part)[row], heads)
 
-    def head(self, name: str, place: int) -> Tensor:
+    def head(self, name: str, head: int) -> Tensor:
         """The entries `[count, ...]` of one head."""
 
         def part(name: str) -> Tensor:
-            return self.slots.of(self.slots.tensors[name], place)
+            return self.slots.of(self.slots.tensors[name], head)
 
         return part(name) if name == POSITIONS else self.unpacked(name, part)
 
     def heads(self, name: str) -> Iterator[Tensor]:
         """The entries `[count, ...]` of one head after the other."""
-        if isinstance(self.slots, Even):
+        if isinstance(self.slots, DenseSlots):
             return (head for row in self.read(name) for head in row)
         # All at once, with what lies between the heads: few large operations are faster than many small ones.
         slots = self.slots
         whole = slots.tensors[name] if name == POSITIONS else self.unpacked(name, slots.tensors.__getitem__)
-        return (slots.of(whole, place) for place in range(len(slots.counts)))
+        return (slots.of(whole, head) for head in range(len(slots.counts)))
 
-    def taken(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         picking = Picking(slots)
 
         def part(name: str) -> Tensor:
@@ -239,11 +239,11 @@ class AsIs:
             new[POSITIONS] = positions.expand(keys.shape[:3])
         self.slots.append(new, keys.shape[2])
 
-    def settle(self, seen: int) -> None:
+    def quantise(self, seen: int) -> None:
         pass
 
     @property
-    def calm(self) -> int:
+    def next_quantisation(self) -> int:
         return torch.iinfo(torch.int64).max
 
     def evict(self, keep: Tensor) -> None:
@@ -312,7 +312,7 @@ class Rounded(AsIs):
         self.dtype, self.head_dim = entries.dtype, entries.head_dim
         self.prepare(entries)
         kept, positions = self.packed(entries.read(KEYS), entries.read(VALUES)), entries.read(POSITIONS)
-        self.slots = Even(kept | {POSITIONS: positions})
+        self.slots = DenseSlots(kept | {POSITIONS: positions})
         if entries.ragged:
             self.evict(torch.arange(self.length, device=positions.device).where(positions != EMPTY, EMPTY))
 
@@ -337,7 +337,7 @@ class Int8(Rounded):
 
     def rounded(self, name: str, x: Tensor) -> dict[str, Tensor]:
         x = x.float()
-        step = upward(x.abs().amax(-1, keepdim=True) / 127)
+        step = ceil_to_float16(x.abs().amax(-1, keepdim=True) / 127)
         codes = torch.where(step > 0, x / step.float(), 0).round().clamp(-127, 127)
         return {name: codes.to(torch.int8), f"{name} step": step}
 
@@ -380,13 +380,13 @@ class Fp8(Rounded):
         return sum(scale.numel() * scale.element_size() for scale in self.scales.values())
 
 
-def upward(x: Tensor) -> Tensor:
-    """float32 in float16, never smaller than it was."""
+def ceil_to_float16(x: Tensor) -> Tensor:
+    """float32 as the next float16 that is not smaller."""
     half = x.half()
     above = torch.nextafter(half, torch.full_like(half, torch.inf))
     return torch.where(half.float() < x, above, half).clamp_max(torch.finfo(torch.float16).max)
 
 
-def downward(x: Tensor) -> Tensor:
-    """float32 in float16, never larger than it was."""
-    return -upward(-x)
+def floor_to_float16(x: Tensor) -> Tensor:
+    """float32 as the next float16 that is not larger."""
+    return -ceil_to_float16(-x)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from kvlab.core.autocast import outside_autocast
 from kvlab.core.geometry import geometry
 from kvlab.core.layout import WHOLE, Layout
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
+from kvlab.lib.devices import outside_autocast
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -256,7 +256,7 @@ def device_of(model: nn.Module) -> torch.device:
 # ----------------------------------------------------------------------------------------------- what holds a model
 
 
-def unwrapped(given: Any) -> Any:
+def unwrapped(model: Any) -> Any:
     """The transformers model in what wraps one: a compiled module, an adapter, DataParallel, a module or an object of
     one's own with a `model` or a `module`; what is no such wrapper comes back as it is.
 
@@ -265,18 +265,18 @@ def unwrapped(given: Any) -> Any:
     """
     from transformers import PreTrainedModel
 
-    if isinstance(given, PreTrainedModel):
-        return given
-    if not isinstance(given, nn.Module):
-        parts = (vars(given).get(name) for name in ("model", "module")) if hasattr(given, "__dict__") else ()
+    if isinstance(model, PreTrainedModel):
+        return model
+    if not isinstance(model, nn.Module):
+        parts = (vars(model).get(name) for name in ("model", "module")) if hasattr(model, "__dict__") else ()
         inside = next((part for part in parts if isinstance(part, nn.Module)), None)
-        return given if inside is None else unwrapped(inside)
+        return model if inside is None else unwrapped(inside)
     found: dict[str, nn.Module] = {}
-    for name, module in given.named_modules():
+    for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel) and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
     if len(found) > 1:
         raise KvlabError(
-            f"the {type(given).__name__} holds {len(found)} models ({', '.join(found)}); give the one to look into"
+            f"the {type(model).__name__} holds {len(found)} models ({', '.join(found)}); give the one to look into"
         )
-    return next(iter(found.values()), given)
+    return next(iter(found.values()), model)

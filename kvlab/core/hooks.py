@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvlab.core.attention import attend, attend_and_accumulate
-from kvlab.core.autocast import outside_autocast
 from kvlab.core.hookable import NORMS, PROJECTIONS, layers_of, text_config, windows_of
-from kvlab.core.rotation import CHECKED, Rotation, agreeing
+from kvlab.core.rotation import CHECKED, Rotation, agreeing, candidates
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
+from kvlab.lib.devices import outside_autocast
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -36,7 +36,7 @@ class Call:
     """One compressed layer's attention in one forward pass, as the model asks for it."""
 
     layer: int  # its number in the model
-    place: int  # where it stands among the compressed layers
+    index: int  # where it stands among the compressed layers
     queries: Tensor  # [batch, heads, n, head_dim], post-RoPE
     pre_rope: Tensor | None  # the same queries before RoPE, after q-norm
     keys: Tensor  # [batch, kv_heads, length, head_dim], the cache included
@@ -78,13 +78,28 @@ class Call:
 Handler = Callable[[Call], Tensor]
 
 
+class Rotations:
+    """How the layers of a model turn queries and keys, found call by call while a prompt is fed."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._choices: list[Rotation] = []
+
+    def of(self, call: Call) -> Rotation | None:
+        """That of the call's layer, as `Call.rotation` gives it; the layers of a pass come one after the other."""
+        if call.index == 0:
+            # The tables may have been made anew for the length of this very prompt.
+            self._choices = list(candidates(self._model))
+        return call.rotation(self._choices)
+
+
 @dataclass
 class _Hooked:
     layer: int
-    place: int
+    index: int
     handler: Handler
     projected: list[Tensor] = field(default_factory=list)
-    given: list[Tensor] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
 
 
 # Only modules inside an open `hooked` block are in here; a module, unlike a thread or a context, is what the
@@ -92,9 +107,9 @@ class _Hooked:
 _hooked: WeakKeyDictionary[nn.Module, _Hooked] = WeakKeyDictionary()
 
 
-# The attention implementation that the layers left alone go on with, by the id of the configuration that stands in for
+# The attention implementation of layers that are not compressed, by the id of the configuration that stands in for
 # the model's own while it is hooked; it is what their masks are made for.
-_left_alone: dict[int, str | None] = {}
+_own_attention: dict[int, str | None] = {}
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, position_ids=None, **more):
@@ -109,14 +124,14 @@ def _attention(module, query, key, value, attention_mask, scaling=None, position
     sinks = more.get("s_aux")
     sinks = None if sinks is None else sinks.detach()
     softcap, padding = more.get("softcap"), attention_mask
-    hidden = entry.given.pop() if entry.given else None
+    hidden = entry.inputs.pop() if entry.inputs else None
     device = query.device.type
     # Under autocast the model's own attention takes one type; kvlab stores that, and computes outside of autocast.
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     query, key, value = (x.to(dtype) for x in (query, key, value))
     pre = None if pre is None else pre.to(dtype)
     kept = query, pre, key, value, scaling, padding, position_ids, softcap, sinks, hidden
-    call = Call(entry.layer, entry.place, *kept)
+    call = Call(entry.layer, entry.index, *kept)
     with outside_autocast(query.device):
         return entry.handler(call).to(dtype).transpose(1, 2).contiguous(), None
 
@@ -125,7 +140,7 @@ def _mask(attention_mask: Tensor | None = None, **more: Any) -> Tensor | None:
     """For compressed layers which tokens are padding, `[batch, length]`; for those left alone, whose masks are told a
     window or a chunk, what their own attention takes.
     """
-    own = _left_alone.get(id(more.get("config")))
+    own = _own_attention.get(id(more.get("config")))
     if own is not None and more.get("local_size") is not None:
         return MASKS[own](attention_mask=attention_mask, **more)
     return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
@@ -184,11 +199,11 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True, hidden: bo
     made = {id(config): copy.deepcopy(config, memo) for config in [*configs.values(), text_config(model)]}
     settings = {key: dict(vars(config)) for key, config in made.items()}
     try:
-        for place, module in enumerate(modules):
-            entry = _hooked[module] = _Hooked(_number(module), place, handler)
+        for index, module in enumerate(modules):
+            entry = _hooked[module] = _Hooked(_number(module), index, handler)
             if hidden:
                 first = next(getattr(module, n) for n in PROJECTIONS if isinstance(getattr(module, n, None), nn.Module))
-                handles.append(first.register_forward_hook(lambda _m, x, _o, entry=entry: entry.given.append(x[0])))
+                handles.append(first.register_forward_hook(lambda _m, x, _o, entry=entry: entry.inputs.append(x[0])))
             if not pre_rope:
                 continue
             names = (*NORMS, *PROJECTIONS)
@@ -196,7 +211,7 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True, hidden: bo
             handles.append(source.register_forward_hook(lambda _m, _i, out, entry=entry: entry.projected.append(out)))
         for config in made.values():
             if others:
-                _left_alone[id(config)] = config._attn_implementation
+                _own_attention[id(config)] = config._attn_implementation
             config._attn_implementation_internal = NAME
         for module, config in configs.items():
             vars(module)["config"] = made[id(config)]
@@ -205,9 +220,9 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True, hidden: bo
     finally:
         for module, config in configs.items():
             vars(module)["config"] = config
-            _carry(made[id(config)], settings[id(config)], config)
+            _copy_changes(made[id(config)], settings[id(config)], config)
         for config in made.values():
-            _left_alone.pop(id(config), None)
+            _own_attention.pop(id(config), None)
         for handle in handles:
             handle.remove()
         for module in modules:
@@ -239,7 +254,7 @@ def _config(module: nn.Module) -> PretrainedConfig | None:
     return config if hasattr(config, "_attn_implementation") else None
 
 
-def _carry(made: PretrainedConfig, settings: dict[str, Any], config: PretrainedConfig) -> None:
+def _copy_changes(made: PretrainedConfig, settings: dict[str, Any], config: PretrainedConfig) -> None:
     """Give `config` what was set in its copy `made` since that had `settings`."""
     for name, value in vars(made).items():
         if not name.startswith("_attn_implementation") and settings.get(name, settings) is not value:

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvlab.core.dense_slots import Even
-from kvlab.core.entries import AsIs, Get, Run, downward, upward
+from kvlab.core.dense_slots import DenseSlots
+from kvlab.core.entries import AsIs, Get, Run, ceil_to_float16, floor_to_float16
 from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, blank, pick
 
 GROUP = "group"
@@ -35,8 +35,8 @@ def rounded(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes (uint8, of the shape of `x`), steps and zeros (float16) of the groups that `dim` of `x` goes through."""
     x = x.float()
     lowest, highest = x.aminmax(dim=dim, keepdim=True)
-    zeros = downward(lowest)
-    steps = upward((highest - zeros.float()) / (2**bits - 1))
+    zeros = floor_to_float16(lowest)
+    steps = ceil_to_float16((highest - zeros.float()) / (2**bits - 1))
     return codes(x, steps, zeros, bits), steps, zeros
 
 
@@ -46,24 +46,24 @@ def codes(x: Tensor, steps: Tensor, zeros: Tensor, bits: int) -> Tensor:
     return above.round().clamp(0, 2**bits - 1).to(torch.uint8)
 
 
-def together(codes: Tensor, bits: int) -> Tensor:
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Codes `[..., head_dim]` in bytes `[..., head_dim x bits / 8]`: byte i has channels i, i + n, ... from its lowest
     bits on, n how many bytes there are.
     """
     parts = codes.chunk(8 // bits, dim=-1)
     out = parts[0].clone()
-    for place, part in enumerate(parts[1:], 1):
-        out |= part << (bits * place)
+    for i, part in enumerate(parts[1:], 1):
+        out |= part << (bits * i)
     return out
 
 
-def apart(packed: Tensor, bits: int) -> Tensor:
-    """What `together` packed."""
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """What `pack_codes` packed."""
     mask = 2**bits - 1
-    return torch.cat([(packed >> (bits * place)) & mask for place in range(8 // bits)], -1)
+    return torch.cat([(packed >> (bits * i)) & mask for i in range(8 // bits)], -1)
 
 
-class Packed(AsIs):
+class PackedCodes(AsIs):
     """The entries that have been rounded: `keys` and `values` as packed codes, `group`, and the values' own steps
     and zeros `[..., head_dim / group]`.
 
@@ -79,7 +79,9 @@ class Packed(AsIs):
         none = self._rounded(keys.view(0, group, like.head_dim), keys) | {
             POSITIONS: torch.empty(0, dtype=torch.int32, device=like.device)
         }
-        self.slots = Even({name: x.new_empty(*like.shape, 0, *x.shape[1:]) for name, x in none.items()}, owned=True)
+        self.slots = DenseSlots(
+            {name: x.new_empty(*like.shape, 0, *x.shape[1:]) for name, x in none.items()}, owned=True
+        )
 
     def _rounded(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """Whole groups of keys `[n, group, head_dim]`, and values `[n x group, head_dim]`, rounded."""
@@ -88,7 +90,7 @@ class Packed(AsIs):
         self.steps, self.zeros = torch.cat([self.steps, steps[:, 0]]), torch.cat([self.zeros, zeros[:, 0]])
         number = torch.arange(first, len(self.steps), dtype=torch.int32, device=keys.device)
         return {
-            KEYS: together(found.flatten(0, 1), self.bits),
+            KEYS: pack_codes(found.flatten(0, 1), self.bits),
             GROUP: number.repeat_interleave(self.group),
             **self._values(values),
         }
@@ -105,13 +107,13 @@ class Packed(AsIs):
         """Values `[..., head_dim]`, rounded each by itself."""
         found, steps, zeros = rounded(values.unflatten(-1, (-1, self.group)), self.bits, -1)
         return {
-            VALUES: together(found.flatten(-2), self.bits),
+            VALUES: pack_codes(found.flatten(-2), self.bits),
             f"{VALUES} step": steps.squeeze(-1),
             f"{VALUES} zero": zeros.squeeze(-1),
         }
 
     def unpacked(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
-        found = apart(get(name), self.bits).to(torch.float32)
+        found = unpack_codes(get(name), self.bits).to(torch.float32)
         if name == KEYS and not len(self.steps):
             # No entry is left, but there may be room for some.
             return found.to(self.dtype)
@@ -147,16 +149,16 @@ class Packed(AsIs):
         """
         group = pick(self.slots.view(GROUP), slot[..., None])[..., 0].long()
         found = codes(keys, self.steps[group], self.zeros[group], self.bits)
-        self.slots.put(slot, {KEYS: together(found, self.bits), **self._values(values)}, heads)
+        self.slots.put(slot, {KEYS: pack_codes(found, self.bits), **self._values(values)}, heads)
 
     @property
     def fixed_bytes(self) -> int:
         return sum(table.numel() * table.element_size() for table in (self.steps, self.zeros))
 
     def bytes_of(self, slots: Tensor) -> int:
-        taken = slots >= 0
-        groups = pick(self.slots.view(GROUP), slots)[taken].unique() if bool(taken.any()) else []
-        return int(taken.sum()) * self.entry_bytes() + len(groups) * self.fixed_bytes // max(len(self.steps), 1)
+        read = slots >= 0
+        groups = pick(self.slots.view(GROUP), slots)[read].unique() if bool(read.any()) else []
+        return int(read.sum()) * self.entry_bytes() + len(groups) * self.fixed_bytes // max(len(self.steps), 1)
 
     @property
     def key_bytes(self) -> int:
@@ -174,7 +176,7 @@ class Kivi:
     """
 
     def __init__(self, entries: AsIs, bits: int, group: int, residual: int):
-        self.new, self.old = entries, Packed(entries, bits, group)
+        self.new, self.old = entries, PackedCodes(entries, bits, group)
         self.dtype, self.head_dim = entries.dtype, entries.head_dim
         self.group, self.residual = group, residual
         self._next = 0
@@ -214,8 +216,8 @@ class Kivi:
 
     def row(self, name: str, row: int) -> Tensor:
         kv_heads = self.shape[1]
-        places = range(row * kv_heads, (row + 1) * kv_heads)
-        parts = [torch.cat([self.old.head(name, place), self.new.head(name, place)]) for place in places]
+        heads = range(row * kv_heads, (row + 1) * kv_heads)
+        parts = [torch.cat([self.old.head(name, head), self.new.head(name, head)]) for head in heads]
         return self._side_by_side(name, parts)
 
     def _side_by_side(self, name: str, parts: list[Tensor]) -> Tensor:
@@ -230,15 +232,15 @@ class Kivi:
         pairs = zip(self.old.heads(name), self.new.heads(name), strict=True)
         return (torch.cat(pair) for pair in pairs)
 
-    def taken(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         behind = slots - self._split()[..., None]
         older = behind < 0
         if not self.old.slots.total or not bool(older.any()):
-            return self.new.taken(behind)
-        rounded = self.old.taken(slots.masked_fill(~older, 0))
+            return self.new.gather(behind)
+        rounded = self.old.gather(slots.masked_fill(~older, 0))
         if bool(older.all()):
             return rounded
-        newer = self.new.taken(behind)
+        newer = self.new.gather(behind)
         keys, values = (torch.where(older[..., None], *pair) for pair in zip(rounded, newer, strict=True))
         return keys, values
 
@@ -260,7 +262,7 @@ class Kivi:
     def append(self, keys: Tensor, values: Tensor, positions: Tensor | int) -> None:
         self.new.append(keys, values, positions)
 
-    def settle(self, seen: int) -> None:
+    def quantise(self, seen: int) -> None:
         if seen < self._next:
             return
         positions = self.new.read(POSITIONS)
@@ -285,7 +287,7 @@ class Kivi:
         self.new.evict(slots.masked_fill(slots >= counts, EMPTY))
 
     @property
-    def calm(self) -> int:
+    def next_quantisation(self) -> int:
         return self._next
 
     def evict(self, keep: Tensor) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvlab.errors import KvlabError
+from kvlab.lib.renamed import Renamed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,7 +19,7 @@ WHOLE = "the whole past"
 class Layout:
     """The layers of a model, by what they look at.
 
-    Tensors hold the compressed layers alone, one behind the other; a layer's place among them, from 0, is what a policy
+    Tensors hold the compressed layers alone, one behind the other; a layer's index among them, from 0, is what a policy
     knows as its layer. Everywhere else a layer has the number that it has in the model.
 
     Attributes:
@@ -28,6 +29,8 @@ class Layout:
 
     sees: tuple[str, ...]
     compressed: tuple[int, ...]
+
+    place = Renamed("index")
 
     @classmethod
     def whole(cls, layers: int) -> Layout:
@@ -52,8 +55,8 @@ class Layout:
         """The numbers of the layers that no policy touches."""
         return tuple(layer for layer in range(len(self.sees)) if layer not in self.compressed)
 
-    def place(self, layer: int) -> int:
-        """Where among the compressed layers the model's layer `layer` stands.
+    def index(self, layer: int) -> int:
+        """The index of the model's layer `layer` among the compressed layers.
 
         Raises:
             KvlabError: it is not compressed, or there is no such layer.

@@ -117,7 +117,7 @@ class _Differentiable(torch.autograd.Function):
         return onednn(gradients[0], ctx.saved_tensors[0].T), None, None
 
 
-def hasten(model: torch.nn.Module, onednn: bool | None = None) -> None:
+def use_onednn(model: torch.nn.Module, onednn: bool | None = None) -> None:
     """Have oneDNN multiply in the linear layers of `model`, in place.
 
     Weights stay what and where they are, so that saving, moving and tying them work as before; but the layers' class is
@@ -151,8 +151,8 @@ def fold_rows(head: torch.nn.Module | None) -> None:
         head.register_forward_pre_hook(_folded)
 
 
-def _folded(head: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple(x.contiguous().flatten().view(x.shape) if x.dtype == torch.bfloat16 else x for x in given)
+def _folded(head: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(x.contiguous().flatten().view(x.shape) if x.dtype == torch.bfloat16 else x for x in inputs)
 
 
 def libraries(model: torch.nn.Module) -> dict[str, str]:
@@ -179,8 +179,8 @@ def wanted() -> bool:
             return True
         case "1":
             raise KvlabError(f"{SWITCH}=1, but this torch was built without oneDNN; unset it")
-        case given:
-            raise KvlabError(f"{SWITCH} is 1 (oneDNN multiplies), 0 (torch's choice) or unset, and not {given!r}")
+        case value:
+            raise KvlabError(f"{SWITCH} is 1 (oneDNN multiplies), 0 (torch's choice) or unset, and not {value!r}")
 
 
 @functools.cache

@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvlab.core.slots import EMPTY, blank, overlapping, roomy, tight
+from kvlab.core.slots import EMPTY, as_numpy, blank, growing_capacity, tight_capacity
 
 
 class Slots(Protocol):
-    """What a `Flat` is made from: another one, or an `Even`."""
+    """What a `PackedSlots` is made from: another one, or a `DenseSlots`."""
 
     tensors: dict[str, Tensor]
     lead: int
@@ -21,13 +21,13 @@ class Slots(Protocol):
     @property
     def shape(self) -> tuple[int, int]: ...
 
-    def of(self, tensor: Tensor, place: int) -> Tensor: ...
+    def of(self, tensor: Tensor, head: int) -> Tensor: ...
 
 
-class Flat:
+class PackedSlots:
     """Named tensors of slots `[room, ...]`, in which every head has a region of its own.
 
-    A head is counted row by row: place `row x kv_heads + head`.
+    A head is counted row by row: number `row x kv_heads + head`.
 
     Args:
         tensors: `[room, ...]` each.
@@ -54,26 +54,26 @@ class Flat:
         shape: tuple[int, int],
         counts: list[int],
         piece: Callable[[Tensor, int], Tensor],
-        room: Callable[[int], int] = tight,
-    ) -> Flat:
-        """Tensors like the source's, into which `piece` of each (the tensor, the place) brings `[count, ...]`."""
+        room: Callable[[int], int] = tight_capacity,
+    ) -> PackedSlots:
+        """Tensors like the source's, into which `piece` of each (the tensor, the head) brings `[count, ...]`."""
         rooms = [room(count) for count in counts]
         made = cls({}, shape, counts, rooms)
         for name, tensor in source.tensors.items():
             out = made.tensors[name] = tensor.new_zeros(sum(rooms), *tensor.shape[source.lead :])
-            for place, (start, count) in enumerate(zip(made._starts, counts, strict=True)):
+            for head, (start, count) in enumerate(zip(made._starts, counts, strict=True)):
                 if count:
-                    out[start : start + count] = piece(tensor, place)
+                    out[start : start + count] = piece(tensor, head)
         return made
 
     @classmethod
-    def picked(cls, source: Slots, keep: Tensor) -> Flat:
+    def picked(cls, source: Slots, keep: Tensor) -> PackedSlots:
         """The slots `keep` `[rows, kv_heads, n]` of the source, -1 at the end where a head keeps fewer."""
         counts = (keep != EMPTY).sum(-1).flatten().tolist()
         slots = keep.flatten(0, 1)
 
-        def piece(tensor: Tensor, place: int) -> Tensor:
-            return source.of(tensor, place).index_select(0, slots[place, : counts[place]])
+        def piece(tensor: Tensor, head: int) -> Tensor:
+            return source.of(tensor, head).index_select(0, slots[head, : counts[head]])
 
         return cls.filled(source, source.shape, counts, piece)
 
@@ -96,10 +96,10 @@ class Flat:
     def nbytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
-    def of(self, tensor: Tensor, place: int) -> Tensor:
+    def of(self, tensor: Tensor, head: int) -> Tensor:
         """The slots `[count, ...]` of one head in one of the tensors, or in one made from it."""
-        start = self._starts[place]
-        return tensor[start : start + self.counts[place]]
+        start = self._starts[head]
+        return tensor[start : start + self.counts[head]]
 
     def runs(self) -> list[tuple[int, int]]:
         """Heads that hold equally many slots and lie alike, one behind the other: the first, and how many."""
@@ -107,7 +107,7 @@ class Flat:
             (count, room, start - region)
             for count, room, start, region in zip(self.counts, self._rooms, self._starts, self._regions, strict=True)
         ]
-        firsts = [place for place in range(len(alike)) if place == 0 or alike[place] != alike[place - 1]]
+        firsts = [head for head in range(len(alike)) if head == 0 or alike[head] != alike[head - 1]]
         return [(first, end - first) for first, end in zip(firsts, [*firsts[1:], len(alike)], strict=True)]
 
     def run(self, tensor: Tensor, first: int, n: int) -> Tensor:
@@ -135,7 +135,7 @@ class Flat:
         flat = {name: x.flatten(0, 2) if isinstance(x, Tensor) else x for name, x in new.items()}
         self.extend(flat, [n] * len(self.counts))
 
-    def extend(self, new: Mapping[str, Tensor | int], counts: list[int]) -> Flat:
+    def extend(self, new: Mapping[str, Tensor | int], counts: list[int]) -> PackedSlots:
         """Add `counts` slots to the heads: `[sum of counts, ...]` of each tensor, head by head."""
         self._reserve(counts)
         ends = [start + count for start, count in zip(self._starts, self.counts, strict=True)]
@@ -152,30 +152,30 @@ class Flat:
         self.counts = [count + n for count, n in zip(self.counts, counts, strict=True)]
         return self
 
-    def evict(self, keep: Tensor) -> Flat:
+    def evict(self, keep: Tensor) -> PackedSlots:
         """Keep only the slots `keep` `[rows, kv_heads, n]`, ascending, -1 at the end where a head keeps fewer."""
         # Slots that a head does not have are empty, too.
         counts = torch.tensor(self.counts, device=keep.device).view(self.shape)[..., None]
-        return Flat.picked(self, keep.masked_fill(keep >= counts, EMPTY))
+        return PackedSlots.picked(self, keep.masked_fill(keep >= counts, EMPTY))
 
-    def drop(self, slot: Tensor | int) -> Flat:
+    def drop(self, slot: Tensor | int) -> PackedSlots:
         """Evict one slot of every head: the same one, or `[rows, kv_heads]` of them."""
         heads = len(self.counts)
         return self.cut([slot] * heads if isinstance(slot, int) else slot.flatten().tolist(), [1] * heads)
 
-    def cut(self, first: list[int], n: list[int]) -> Flat:
+    def cut(self, first: list[int], n: list[int]) -> PackedSlots:
         """Evict `n` slots of each head from slot `first` on, head by head."""
-        for place, (slot, lost) in enumerate(zip(first, n, strict=True)):
+        for head, (slot, lost) in enumerate(zip(first, n, strict=True)):
             if not lost:
                 continue
-            start, count = self._starts[place], self.counts[place]
+            start, count = self._starts[head], self.counts[head]
             behind = count - slot - lost
             if slot < behind:
                 self._move(start, slot, lost)
-                self._starts[place] = start + lost
+                self._starts[head] = start + lost
             elif behind:
                 self._move(start + slot + lost, behind, -lost)
-            self.counts[place] = count - lost
+            self.counts[head] = count - lost
         return self
 
     def put(self, slot: Tensor, new: Mapping[str, Tensor], heads: Tensor | None = None) -> None:
@@ -191,19 +191,23 @@ class Flat:
         """Forget the `n` newest slots of every head."""
         self.counts = [max(count - n, 0) for count in self.counts]
 
-    def expand(self, repeats: int) -> Flat:
+    def expand(self, repeats: int) -> PackedSlots:
         """Repeat every head so often, one behind the other."""
         rows, heads = self.shape
-        return self._taken([place for place in range(rows * heads) for _ in range(repeats)], (rows, heads * repeats))
+        return self._select_heads(
+            [head for head in range(rows * heads) for _ in range(repeats)], (rows, heads * repeats)
+        )
 
-    def reorder(self, rows: Tensor) -> Flat:
+    def reorder(self, rows: Tensor) -> PackedSlots:
         """The rows `rows` in place of the present ones."""
         heads = self.shape[1]
-        return self._taken([row * heads + head for row in rows.tolist() for head in range(heads)], (len(rows), heads))
+        return self._select_heads(
+            [row * heads + head for row in rows.tolist() for head in range(heads)], (len(rows), heads)
+        )
 
-    def _taken(self, places: list[int], shape: tuple[int, int]) -> Flat:
-        counts = [self.counts[place] for place in places]
-        return Flat.filled(self, shape, counts, lambda tensor, place: self.of(tensor, places[place]))
+    def _select_heads(self, heads: list[int], shape: tuple[int, int]) -> PackedSlots:
+        counts = [self.counts[head] for head in heads]
+        return PackedSlots.filled(self, shape, counts, lambda tensor, head: self.of(tensor, heads[head]))
 
     # ------------------------------------------------------------------ room
 
@@ -211,7 +215,7 @@ class Flat:
         """Move `n` slots from `start` on by so many, which may be fewer than they are."""
         for tensor in self.tensors.values():
             if tensor.is_cpu:
-                array = overlapping(tensor)
+                array = as_numpy(tensor)
                 array[start + by : start + by + n] = array[start : start + n]
             else:
                 tensor[start + by : start + by + n] = tensor[start : start + n].clone()
@@ -219,19 +223,19 @@ class Flat:
     def _reserve(self, counts: list[int]) -> None:
         """Room for so many more slots in each head."""
         grow = False
-        for place, n in enumerate(counts):
-            start, region, count = self._starts[place], self._regions[place], self.counts[place]
-            if start + count + n <= region + self._rooms[place]:
+        for head, n in enumerate(counts):
+            start, region, count = self._starts[head], self._regions[head], self.counts[head]
+            if start + count + n <= region + self._rooms[head]:
                 continue
-            if count + n <= self._rooms[place]:
+            if count + n <= self._rooms[head]:
                 # What was evicted near the front left room there.
                 self._move(start, count, region - start)
-                self._starts[place] = region
+                self._starts[head] = region
             else:
                 grow = True
         if grow:
             needed = [count + n for count, n in zip(self.counts, counts, strict=True)]
-            rooms = iter([roomy(n) for n in needed])
-            grown = Flat.filled(self, self.shape, self.counts, self.of, lambda _: next(rooms))
+            rooms = iter([growing_capacity(n) for n in needed])
+            grown = PackedSlots.filled(self, self.shape, self.counts, self.of, lambda _: next(rooms))
             self.tensors, self._rooms = grown.tensors, grown._rooms
             self._regions, self._starts = grown._regions, grown._starts

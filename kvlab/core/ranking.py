@@ -88,8 +88,8 @@ def _reaching_by_row(table: np.ndarray, k: Tensor, widest: int) -> Tensor | None
 def ranks(scores: Tensor) -> Tensor:
     """int32 `[..., length]`: 0 for the highest score; of equal scores the earlier position ranks higher."""
     order = scores.sort(dim=-1, descending=True, stable=True).indices
-    place = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
-    return torch.empty_like(order, dtype=torch.int32).scatter_(-1, order, place.expand_as(order))
+    rank = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
+    return torch.empty_like(order, dtype=torch.int32).scatter_(-1, order, rank.expand_as(order))
 
 
 def with_last(scores: Tensor, last: int) -> Tensor:
@@ -107,6 +107,6 @@ def positions_of(chosen: Tensor) -> Tensor:
     most = int(counts.max())
     if int(counts.min()) == most:
         return chosen.nonzero()[:, -1].view(*chosen.shape[:-1], most)
-    places = torch.arange(length, device=chosen.device).expand(chosen.shape)
-    ordered = torch.where(chosen, places, length).sort(dim=-1).values[..., :most]
+    positions = torch.arange(length, device=chosen.device).expand(chosen.shape)
+    ordered = torch.where(chosen, positions, length).sort(dim=-1).values[..., :most]
     return ordered.masked_fill(ordered == length, PAD)

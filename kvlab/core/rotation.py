@@ -113,9 +113,9 @@ def changes_within(model: nn.Module, length: int) -> bool:
     tables are made for the longest position so far (dynamic NTK, LongRoPE), and this is beyond the first ones.
     """
     config = cast(Any, model).config.get_text_config(decoder=True)
-    given = getattr(config, "rope_parameters", None) or {}
+    parameters = getattr(config, "rope_parameters", None) or {}
     # Models whose layers turn differently have one for each kind of layer.
-    for turn in given.values() if all(isinstance(each, dict) for each in given.values()) else [given]:
+    for turn in parameters.values() if all(isinstance(each, dict) for each in parameters.values()) else [parameters]:
         kind = str(turn.get("rope_type", "default"))
         if "dynamic" in kind or kind == "longrope":
             first = turn.get("original_max_position_embeddings") or config.max_position_embeddings

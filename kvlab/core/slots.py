@@ -71,7 +71,7 @@ def blank(name: str) -> int:
     return EMPTY if name == POSITIONS else 0
 
 
-def overlapping(tensor: Tensor):
+def as_numpy(tensor: Tensor):
     """A view of a tensor on the CPU as a NumPy array, in which a stretch may be moved into one that overlaps it, which
     PyTorch does only by way of a copy.
     """
@@ -79,12 +79,12 @@ def overlapping(tensor: Tensor):
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def tight(n: int) -> int:
+def tight_capacity(n: int) -> int:
     """Room for `n` slots after an eviction: little more than what is there, since freeing memory was its purpose."""
     return n + max(4, n // 32)
 
 
-def roomy(n: int) -> int:
+def growing_capacity(n: int) -> int:
     """Room for `n` slots that will be more: growing by an eighth, appending costs amortised constant time."""
     return n + max(16, n // 8)
 
@@ -123,8 +123,8 @@ def check_dropped(who: str | None, slot: Tensor | int, shape: Sequence[int], len
         raise KvlabError(f"{who} drops {wrong}; drop takes one slot, or int64 [{shape[0]}, {shape[1]}]")
 
 
-def described(given: object) -> str:
+def described(value: object) -> str:
     """What something is, in a few words: `int64 [2, 2, 40]` of a tensor."""
-    if isinstance(given, Tensor):
-        return f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}"
-    return "nothing" if given is None else type(given).__name__
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return "nothing" if value is None else type(value).__name__

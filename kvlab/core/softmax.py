@@ -9,6 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from kvlab.lib.renamed import Renamed
+
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
@@ -28,6 +30,8 @@ class Softmax:
     softcap: float | None = None
     sinks: Tensor | None = None
 
+    told = Renamed("scaling")
+
     @classmethod
     def of(cls, scaling: Scaling) -> Softmax:
         """The plain softmax of a factor; itself where it is one already."""
@@ -39,7 +43,7 @@ class Softmax:
         return self.softcap is None and self.sinks is None
 
     @property
-    def told(self) -> Scaling:
+    def scaling(self) -> Scaling:
         """What policies are told of it: the factor alone, where that is all."""
         return self.factor if self.plain else self
 

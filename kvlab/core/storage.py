@@ -11,6 +11,7 @@ import torch
 from kvlab.core.entries import AsIs, Entries, Fp8, Int8
 from kvlab.core.kivi import Kivi
 from kvlab.errors import KvlabError, nearest
+from kvlab.lib.renamed import Renamed
 
 
 def _nothing(device: torch.device) -> None:
@@ -24,16 +25,18 @@ class Storage:
     Attributes:
         name: with its parameters, where they are not the usual ones.
         summary: in a few words.
-        hold: brings entries into this form.
+        convert: brings entries into this form.
         group: how many channels share a step, which must divide the head size; 1 where the form asks for nothing.
         attempt: does what a device must be able to do, and raises where it is not.
     """
 
     name: str
     summary: str = field(compare=False)
-    hold: Callable[[AsIs], Entries] = field(compare=False, repr=False)
+    convert: Callable[[AsIs], Entries] = field(compare=False, repr=False)
     group: int = field(default=1, compare=False)
     attempt: Callable[[torch.device], object] = field(default=_nothing, compare=False, repr=False)
+
+    hold = Renamed("convert")
 
     def __str__(self) -> str:
         return self.name

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvlab.core.dense_slots import Even, Recorded
+from kvlab.core.dense_slots import DenseSlots, RecordedSlots
 from kvlab.core.entries import AsIs, Entries, Run
 from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, check_dropped, check_kept, pick
 from kvlab.core.storage import AS_IS, Storage
+from kvlab.lib.renamed import Renamed
 
 __all__ = ["EMPTY", "LayerStore", "pick"]
 
@@ -39,9 +40,14 @@ class LayerStore:
         numbers: plain numbers that a policy remembers for this layer (a page size, the prompt's length).
         layers: the layer of each row.
         seen: how many tokens were ever appended, which is also the next token's position by default.
-        storage, guard: in what form keys and values are held, see `hold`; who evicts, where that is checked.
+        storage, guard: in what form keys and values are held, see `set_storage`; who evicts, where that is checked.
         rounded, bytes_read: whether a storage may ever have rounded an entry; what the last decoding step loaded.
     """
+
+    hold = Renamed("set_storage")
+    settle = Renamed("quantise_pending")
+    calm = Renamed("steps_until_quantised")
+    taken = Renamed("gather")
 
     def __init__(self, keys: Tensor, values: Tensor, positions: Tensor | None = None):
         rows, kv_heads, length, _ = keys.shape
@@ -50,7 +56,7 @@ class LayerStore:
         self._entries: Entries = AsIs.of(keys, values, positions)
         # Columns, and fusion counts once something is merged. They are as long as the fullest head, and blank where a
         # head has no entry: what a policy writes into them must not be a copy.
-        self._beside: Even | None = None
+        self._aux: DenseSlots | None = None
         self.storage: Storage = AS_IS
         self.guard: str | None = None
         self.rounded = False
@@ -66,7 +72,7 @@ class LayerStore:
         """An empty store that writes into `[rows, kv_heads, capacity, head_dim]` (growing past it copies)."""
         store = cls(keys[:, :, :0], values[:, :, :0])
         positions = torch.full(keys.shape[:3], EMPTY, device=keys.device)
-        store._entries = AsIs(Even({KEYS: keys, VALUES: values, POSITIONS: positions}, owned=True, length=0))
+        store._entries = AsIs(DenseSlots({KEYS: keys, VALUES: values, POSITIONS: positions}, owned=True, length=0))
         return store
 
     @classmethod
@@ -74,7 +80,7 @@ class LayerStore:
         """The first `length` entries of a recording, which are borrowed; what is appended must be its next entries."""
         store = cls(keys[:, :, :length], values[:, :, :length])
         positions = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
-        store._entries = AsIs(Recorded({KEYS: keys, VALUES: values, POSITIONS: positions}, length))
+        store._entries = AsIs(RecordedSlots({KEYS: keys, VALUES: values, POSITIONS: positions}, length))
         return store
 
     # ------------------------------------------------------------------ the policy's budget
@@ -96,21 +102,21 @@ class LayerStore:
 
     # ------------------------------------------------------------------ in what form entries are held
 
-    def hold(self, storage: Storage) -> None:
+    def set_storage(self, storage: Storage) -> None:
         """Hold keys and values in this form, what is there and what will come; what is in it is not rounded again."""
         if storage != self.storage:
-            self._entries, self.storage = storage.hold(self._entries.plain()), storage
+            self._entries, self.storage = storage.convert(self._entries.plain()), storage
             self.rounded = self.rounded or not storage.exact
-        self.settle()
+        self.quantise_pending()
 
-    def settle(self) -> None:
+    def quantise_pending(self) -> None:
         """Round what the storage holds in full precision only as long as it is among the newest."""
-        self._entries.settle(self.seen)
+        self._entries.quantise(self.seen)
 
     @property
-    def calm(self) -> int:
-        """How many tokens may come before `settle` changes how an entry is held that is there by now."""
-        return max(self._entries.calm - self.seen - 1, 0)
+    def steps_until_quantised(self) -> int:
+        """How many tokens may come before `quantise_pending` changes how an entry is held that is there by now."""
+        return max(self._entries.next_quantisation - self.seen - 1, 0)
 
     # ------------------------------------------------------------------ what is stored
 
@@ -161,9 +167,9 @@ class LayerStore:
         """`[rows, kv_heads, slots]` int64, -1 in empty slots; to be read, as `keys`."""
         return self._entries.read(POSITIONS)
 
-    def taken(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the slots `[rows, kv_heads, n]`, `[rows, kv_heads, n, head_dim]` each; anything for -1."""
-        return self._entries.taken(slots)
+        return self._entries.gather(slots)
 
     def row(self, row: int) -> list[Tensor]:
         """Keys and values of one row, `[kv_heads, slots, head_dim]` each, and positions `[kv_heads, slots]`."""
@@ -187,28 +193,28 @@ class LayerStore:
         )
 
     def has_column(self, name: str) -> bool:
-        return self._beside is not None and name in self._beside.tensors
+        return self._aux is not None and name in self._aux.tensors
 
     def column(self, name: str) -> Tensor:
-        assert self._beside is not None, "it was added"
-        return self._beside.view(name)
+        assert self._aux is not None, "it was added"
+        return self._aux.view(name)
 
     def add_column(self, name: str, values: Tensor) -> None:
         """Keep `values` `[rows, kv_heads, slots, ...]` beside the entries; entries appended later start at zero."""
         if values.shape[:3] != (shape := (self.rows, self.kv_heads, self.length)):
             raise ValueError(f"column {name!r} is {tuple(values.shape[:3])}, the store {shape}")
-        if self._beside is None:
-            self._beside = Even({name: values.clone(memory_format=torch.contiguous_format)}, owned=True)
+        if self._aux is None:
+            self._aux = DenseSlots({name: values.clone(memory_format=torch.contiguous_format)}, owned=True)
         else:
-            self._beside.add(name, values)
+            self._aux.add(name, values)
         self._blank()
 
     def remove_column(self, name: str) -> Tensor:
         """Forget a column, and give its last values `[rows, kv_heads, slots, ...]`."""
         values = self.column(name)
-        assert self._beside is not None, "it was added"
-        del self._beside.tensors[name]
-        self._beside = self._beside if self._beside.tensors else None
+        assert self._aux is not None, "it was added"
+        del self._aux.tensors[name]
+        self._aux = self._aux if self._aux.tensors else None
         return values
 
     def part(self, rows: Tensor, start: int) -> LayerStore:
@@ -221,7 +227,7 @@ class LayerStore:
 
     @property
     def _columns(self) -> list[str]:
-        return [] if self._beside is None else [name for name in self._beside.tensors if name != FUSIONS]
+        return [] if self._aux is None else [name for name in self._aux.tensors if name != FUSIONS]
 
     @property
     def occupied(self) -> Tensor:
@@ -271,8 +277,8 @@ class LayerStore:
 
     @property
     def allocated_bytes(self) -> int:
-        beside = 0 if self._beside is None else self._beside.nbytes
-        return self._entries.allocated_bytes + beside + sum(t.nbytes for t in self.memory.values())
+        aux = 0 if self._aux is None else self._aux.nbytes
+        return self._entries.allocated_bytes + aux + sum(t.nbytes for t in self.memory.values())
 
     # ------------------------------------------------------------------ the verbs
 
@@ -288,12 +294,12 @@ class LayerStore:
             keys, values = (x.repeat_interleave(self._repeats, dim=1) for x in (keys, values))
         self.seen += n
         # A single token's position is filled in as a number, which spares the hot path a tensor.
-        places: Tensor | int = self.seen - 1 if positions is None else positions
+        new_positions: Tensor | int = self.seen - 1 if positions is None else positions
         if positions is None and n > 1:
-            places = torch.arange(self.seen - n, self.seen, device=keys.device)
-        self._entries.append(keys, values, places)
-        if self._beside is not None:
-            self._beside.append({name: int(name == FUSIONS) for name in self._beside.tensors}, n)
+            new_positions = torch.arange(self.seen - n, self.seen, device=keys.device)
+        self._entries.append(keys, values, new_positions)
+        if self._aux is not None:
+            self._aux.append({name: int(name == FUSIONS) for name in self._aux.tensors}, n)
 
     def evict(self, keep: Tensor) -> None:
         """Keep only the slots `keep` `[rows, kv_heads, n]`, ascending, -1 at the end where a head keeps fewer."""
@@ -301,27 +307,27 @@ class LayerStore:
             return
         check_kept(self.guard, keep, self._entries.shape, self.length)
         self._entries.evict(keep)
-        if self._beside is not None:
-            beside = self._beside.evict(keep.clamp_min(0))
-            assert isinstance(beside, Even), "every head keeps equally many columns"
-            self._beside = beside
+        if self._aux is not None:
+            aux = self._aux.evict(keep.clamp_min(0))
+            assert isinstance(aux, DenseSlots), "every head keeps equally many columns"
+            self._aux = aux
             self._blank()
 
     def drop(self, slot: Tensor | int) -> None:
         """Evict one slot of every head: the same one, or `[rows, kv_heads]` of them."""
         check_dropped(self.guard, slot, self._entries.shape, self.length)
         self._entries.drop(slot)
-        if self._beside is not None:
-            self._beside.drop(slot)
+        if self._aux is not None:
+            self._aux.drop(slot)
             self._blank()
 
     def cut(self, first: int, n: Tensor) -> None:
         """Evict `n` `[rows, kv_heads]` slots of each head from slot `first` on."""
         lost = n.flatten().tolist()
-        if self._beside is not None:
+        if self._aux is not None:
             slots = torch.arange(self.length, device=n.device)
             slots = (slots + (slots >= first) * n[..., None]).clamp_max(self.length - 1)
-            self._beside.evict(slots)
+            self._aux.evict(slots)
         self._entries.cut([first] * len(lost), lost)
         self._blank()
 
@@ -334,8 +340,8 @@ class LayerStore:
         n = self.length - length
         self._entries.truncate(n)
         self.seen -= n
-        if self._beside is not None:
-            self._beside.truncate(n)
+        if self._aux is not None:
+            self._aux.truncate(n)
             self._blank()
 
     def merge(self, source: Tensor, target: Tensor, columns: dict[str, str] | None = None) -> None:
@@ -353,7 +359,7 @@ class LayerStore:
         slots = torch.cat([into, source], -1)
         counts = pick(self.fusion_counts, slots)
         total = counts.sum(-1, keepdim=True)
-        means = [(some * counts[..., None]).sum(2) / total for some in self.taken(slots)]
+        means = [(some * counts[..., None]).sum(2) / total for some in self.gather(slots)]
         self._entries.put(target, *means)
         self.fusion_counts.scatter_(2, into, total)
         for name, how in (columns or {}).items():
@@ -364,8 +370,8 @@ class LayerStore:
     def rewrite_keys(self, keys: Tensor) -> None:
         """Other keys `[rows, kv_heads, slots, head_dim]` for the same entries, held in the same form."""
         plain = self._entries.plain()
-        self._entries = self.storage.hold(AsIs.of(keys, plain.read(VALUES), plain.read(POSITIONS)))
-        self.settle()
+        self._entries = self.storage.convert(AsIs.of(keys, plain.read(VALUES), plain.read(POSITIONS)))
+        self.quantise_pending()
 
     def expand(self, heads: int) -> None:
         """Give every query head a set of its own, now and for what is appended; ValueError where that cannot be."""
@@ -373,15 +379,15 @@ class LayerStore:
             raise ValueError(f"{self.kv_heads} KV heads cannot be repeated to {heads} query heads")
         repeats = heads // self.kv_heads
         self._entries.expand(repeats)
-        if self._beside is not None:
-            self._beside.expand(repeats)
+        if self._aux is not None:
+            self._aux.expand(repeats)
         self._repeats *= repeats
 
     def reorder(self, rows: Tensor) -> None:
         """Take the sequences `rows` in place of the present ones (beam search)."""
         self._entries.reorder(rows)
-        if self._beside is not None:
-            self._beside.reorder(rows)
+        if self._aux is not None:
+            self._aux.reorder(rows)
         self.memory = {name: tensor.index_select(0, rows) for name, tensor in self.memory.items()}
         self.layers = self.layers[:1] * len(rows)
 
@@ -393,10 +399,10 @@ class LayerStore:
 
     def _blank(self) -> None:
         """Keep the columns as long as the fullest head, and blank where a head has no entry."""
-        if self._beside is None:
+        if self._aux is None:
             return
-        self._beside.length = self.length
+        self._aux.length = self.length
         if self.ragged:
             empty = ~self.occupied
-            for name in self._beside.tensors:
+            for name in self._aux.tensors:
                 self.column(name)[empty] = int(name == FUSIONS)

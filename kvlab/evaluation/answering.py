@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvlab.core.storage import AS_IS
 from kvlab.errors import KvlabError
-from kvlab.live.decode_batch import at_once, batches, go_on
-from kvlab.live.gather import gather
+from kvlab.live.decode_batch import batch_size, batches, decode_batch
 from kvlab.live.session import Session, compress
+from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods import Policy
 from kvlab.tasks.base import Example
 from kvlab.tasks.making import require_tokenizer
@@ -88,9 +88,9 @@ class Greedy:
         self.tokens: list[int] = []
         self.next: int | None = None
         self._lm, self._example, self._ends = lm, example, stops(lm)
-        self.hear(first)
+        self.accept_logits(first)
 
-    def hear(self, logits: Tensor) -> None:
+    def accept_logits(self, logits: Tensor) -> None:
         """Go on with the likeliest token of `[vocabulary]`."""
         token, example, self.next = int(logits.argmax(-1)), self._example, None
         if token in self._ends:
@@ -107,7 +107,7 @@ def generated(lm: LM, past: Any, logits: Tensor, example: Example) -> list[int]:
     said = Greedy(lm, example, logits)
     while said.next is not None:
         ids = torch.tensor([[said.next]], device=lm.device)
-        said.hear(lm.model(ids, past_key_values=past, use_cache=True, logits_to_keep=1).logits[0, -1])
+        said.accept_logits(lm.model(ids, past_key_values=past, use_cache=True, logits_to_keep=1).logits[0, -1])
     return said.tokens
 
 
@@ -133,10 +133,10 @@ def answers(
     fed = feed(lm, example, compress_at)
     systems = [(each, AS_IS) if isinstance(each, Policy) else each for each in wanted]
     prefilled, logits, prefill_seconds = prefilled_for(lm, systems, fed.ids[:, : fed.context])
-    for batch in batches(systems, at_once(lm)):
+    for batch in batches(systems, batch_size(lm)):
         rows = [_Answer(lm, system, example, fed, prefilled, logits) for system in batch]
         start = time.perf_counter()
-        go_on(lm, rows)
+        decode_batch(lm, rows)
         each = (time.perf_counter() - start) / max(1, sum(row.steps for row in rows))
         for row in rows:
             yield row.told(fed.ids.shape[1], prefill_seconds, each)
@@ -162,8 +162,8 @@ class _Answer(Greedy):
         super().__init__(lm, example, logits)
         self._seconds = time.perf_counter() - start
 
-    def hear(self, logits: Tensor) -> None:
-        super().hear(logits)
+    def accept_logits(self, logits: Tensor) -> None:
+        super().accept_logits(logits)
         self.steps += self.next is not None
 
     def end(self, running: Session) -> None:
@@ -178,7 +178,7 @@ class _Answer(Greedy):
 def prefilled_for(lm: LM, systems: Sequence[System], ids: Tensor) -> tuple[Any, Tensor, float]:
     """The cache of a prompt `[1, tokens]` that all systems can branch off, its last logits, and the seconds it took."""
     start = time.perf_counter()
-    with gather(lm.model, [policy for policy, _ in systems]):
+    with shared_prefill(lm.model, [policy for policy, _ in systems]):
         out = lm.model(ids, use_cache=True, logits_to_keep=1)
     return out.past_key_values, out.logits[0, -1], time.perf_counter() - start
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvlab.core.storage import AS_IS
 from kvlab.errors import KvlabError
 from kvlab.evaluation.answering import Fed, answers, feed, generated, prefilled_for, session_of, told
-from kvlab.live.gather import gather
+from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods import Policy
 from kvlab.tasks.base import Example
 from kvlab.tasks.making import require_tokenizer
@@ -127,7 +127,7 @@ def _requests(lm: LM, example: Example, systems: Sequence[System]) -> Iterator[l
 def _requests_that_are_known(lm: LM, example: Example, systems: Sequence[System]) -> Iterator[list[dict[str, Any]]]:
     """Compressed for each question anew, after it has been read; the context is prefilled once."""
     parts, rests, context = asked(lm, example)
-    gathered = gather(lm.model, [policy for policy, _ in systems])
+    gathered = shared_prefill(lm.model, [policy for policy, _ in systems])
     start = time.perf_counter()
     with gathered:
         prefilled = lm.model(context, use_cache=True, logits_to_keep=1).past_key_values

@@ -17,9 +17,9 @@ from kvlab.core.storage import AS_IS, Storage
 from kvlab.errors import KvlabError, whole
 from kvlab.evaluation.answering import prefilled_for, stops
 from kvlab.harness.rows import Following, Held, Known, Responding, known, limited, respond
-from kvlab.live.decode_batch import at_once, batches, go_on
-from kvlab.live.gather import gather
+from kvlab.live.decode_batch import batch_size, batches, decode_batch
 from kvlab.live.session import Session, compress
+from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods import Policy
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Reader:
         self._compress(0)  # to refuse what cannot be, before anything runs
         if whole("batch", batch) < 1:
             raise KvlabError(f"a batch has at least one sequence, and not {batch}")
-        self.batch = at_once(lm, batch)
+        self.batch = batch_size(lm, batch)
         self._prefilled: tuple[Tensor, Any, Tensor] | None = None
 
     def _compress(self, new_tokens: int) -> Session:
@@ -88,7 +88,7 @@ class Reader:
         """
         for batch in batches(asked, self.batch):
             rows = [self._following(*each) for each in batch]
-            go_on(self.lm, rows)
+            decode_batch(self.lm, rows)
             yield from (row.known for row in rows)
 
     @torch.inference_mode()
@@ -128,7 +128,7 @@ class Reader:
         found: list[Known] = []
         for batch in batches(self._chunks([*context, *text], len(context) - 1, chunk), self.batch):
             rows = [each for each in batch if isinstance(each, Following)]
-            go_on(self.lm, rows)
+            decode_batch(self.lm, rows)
             found += [each.known if isinstance(each, Following) else each for each in batch]
         return Known(sum(each.logprob for each in found), all(each.greedy for each in found), found[-1].held)
 
@@ -136,7 +136,7 @@ class Reader:
     def _chunks(self, ids: Sequence[int], start: int, chunk: int) -> Iterator[Following | Known]:
         """The chunks of a text from `start` on, each behind a compressed cache; one at 0 is told by the prefill."""
         self._prefilled = None
-        gathered, past, fed = gather(self.lm.model, [self.policy]), cast("Any", None), 0
+        gathered, past, fed = shared_prefill(self.lm.model, [self.policy]), cast("Any", None), 0
         for place in range(start, len(ids) - 1, chunk):
             told = ids[place + 1 : place + 1 + chunk]
             if place == 0:

@@ -113,11 +113,11 @@ class Following(Row):
         if first is None:
             self.next = next(self._fed)
         else:
-            self.hear(first)
+            self.accept_logits(first)
         if self.next is None:
             self.end()
 
-    def hear(self, logits: Tensor) -> None:
+    def accept_logits(self, logits: Tensor) -> None:
         one = known(logits[None], [next(self._told)], None)
         self._logprob, self._greedy = self._logprob + one.logprob, self._greedy and one.greedy
         self.next = next(self._fed, None)

@@ -197,8 +197,8 @@ def named(wanted: str | os.PathLike | Iterable[str | os.PathLike]) -> list[str]:
     listed = list(wanted) if isinstance(wanted, Iterable) and not isinstance(wanted, str) else [wanted]
     if not listed:
         raise KvlabError("no documents were named; give at least one, such as 'sotu/1962'")
-    paths = [os.fspath(given) if isinstance(given, os.PathLike) else given for given in listed]
-    return [name for given in paths for name in (SETS.get(given, (given,)) if isinstance(given, str) else (given,))]
+    paths = [os.fspath(item) if isinstance(item, os.PathLike) else item for item in listed]
+    return [name for item in paths for name in (SETS.get(item, (item,)) if isinstance(item, str) else (item,))]
 
 
 def genre(name: str) -> str:
@@ -391,8 +391,8 @@ def _module_source(module: str) -> Path | None:
     files = [Path(spec.origin)]
     if parts[1:]:
         # By its place: to ask importlib for a submodule would run the package around it.
-        place = Path(spec.origin).parent.joinpath(*parts[1:])
-        files = [place / "__init__.py", place.with_suffix(".py")] if spec.submodule_search_locations else []
+        folder = Path(spec.origin).parent.joinpath(*parts[1:])
+        files = [folder / "__init__.py", folder.with_suffix(".py")] if spec.submodule_search_locations else []
     return next((file for file in files if file.suffix == ".py" and file.is_file()), None)
 
 

@@ -135,7 +135,7 @@ def build_once(target: Path, build: Callable[[Path], None], label: str, progress
                 shutil.rmtree(stale, ignore_errors=True)
             stage = Path(tempfile.mkdtemp(prefix=f"{STAGE_PREFIX}{target.name}-", dir=target.parent))
             try:
-                with _said(label, progress):
+                with _announced(label, progress):
                     build(stage)
                 stage.chmod(allowed(0o777))
                 os.replace(stage, target)
@@ -165,25 +165,25 @@ def disk_errors(label: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = error.filename or home()
+        path = error.filename or home()
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise KvlabError(
-                f"{label} failed: the disk is full ({place}); free some space, or set KVLAB_HOME to a folder with room"
+                f"{label} failed: the disk is full ({path}); free some space, or set KVLAB_HOME to a folder with room"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise KvlabError(
-                f"{label} failed: cannot write to {place}; set KVLAB_HOME to a folder that you may write to"
+                f"{label} failed: cannot write to {path}; set KVLAB_HOME to a folder that you may write to"
             ) from error
         raise
 
 
 def check_room(needed: int, label: str) -> None:
     """Raise KvlabError where the cache's disk has less than `needed` bytes left."""
-    place = next(folder for folder in (home(), *home().parents) if folder.exists())
-    free = shutil.disk_usage(place).free
+    existing = next(folder for folder in (home(), *home().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
     if free < needed:
         raise KvlabError(
-            f"{label} needs {gigabytes(needed)} on the disk, and {gigabytes(free)} are free at {place}; "
+            f"{label} needs {gigabytes(needed)} on the disk, and {gigabytes(free)} are free at {existing}; "
             "free some space, or set KVLAB_HOME to a folder with room"
         )
 
@@ -194,7 +194,7 @@ def gigabytes(size: float) -> str:
 
 
 @contextlib.contextmanager
-def _said(label: str, progress: bool) -> Iterator[None]:
+def _announced(label: str, progress: bool) -> Iterator[None]:
     """A line that says what begins, and where somebody watches another that tells how long it has taken."""
     if progress:
         print(f"{label} ...", file=sys.stderr, flush=True)
@@ -214,7 +214,7 @@ def locked(target: Path, label: str, progress: bool = True) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        with _said(f"{label}: waiting for another process that is doing it", progress):
+        with _announced(f"{label}: waiting for another process that is doing it", progress):
             lock.acquire()
     try:
         yield

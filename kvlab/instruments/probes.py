@@ -83,22 +83,22 @@ class Seen:
         self.policy, self.store, self.queries, self.step = policy, store, queries, step
         self.shadow, self.pre_queries = shadow, pre_queries
         self.softmax = Softmax.of(scaling)
-        self.scaling = self.softmax.told
-        self._place = torch.device("cpu")
+        self.scaling = self.softmax.scaling
+        self._device = torch.device("cpu")
         if full is not None:
             # A replay knows what the full cache does without a shadow of it.
             self.full_weights, self.full_output = full
-            self._place = self.full_output.device
+            self._device = self.full_output.device
 
     @cached_property
     def read(self) -> Tensor:
         """Positions read, `[rows, kv_heads, n]`, -1 padded."""
-        return self.step.read(self.store).to(self._place)
+        return self.step.read(self.store).to(self._device)
 
     @cached_property
     def output(self) -> Tensor:
         """What the step's attention put out, `[rows, heads, head_dim]`."""
-        return self.step.output[:, :, 0].to(self._place)
+        return self.step.output[:, :, 0].to(self._device)
 
     @cached_property
     def full_weights(self) -> Tensor:
@@ -258,8 +258,8 @@ class QuerySimilarity(Probe):
         if self.reference.pre_queries is not None and seen.pre_queries is not None:
             pairs.append(("query_similarity_pre", self.reference.response_pre_queries, seen.pre_queries))
         for name, reference, queries in pairs:
-            place = None if where["layer"] is None else self.reference.layout.place(where["layer"])
-            true = reference[:, :, now] if place is None else reference[place : place + 1, :, now]
+            index = None if where["layer"] is None else self.reference.layout.index(where["layer"])
+            true = reference[:, :, now] if index is None else reference[index : index + 1, :, now]
             records.add(name, measures.query_similarity(queries[:, :, 0].cpu(), true.cpu()), axis="head", **where)
 
 

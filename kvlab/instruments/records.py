@@ -53,7 +53,7 @@ class Records:
     def add_positions(self, positions: Tensor, *, step: int, layer: int | None, rows: list[int]) -> None:
         """What a step read, `[rows, kv_heads, n]`, -1 padded."""
         for row, row_positions in zip(rows, positions.cpu(), strict=True):
-            self._positions[self._prompt, *self._place(row, layer), step] = row_positions
+            self._positions[self._prompt, *self._sequence_and_layer(row, layer), step] = row_positions
 
     def positions(self, layer: int, step: int, sequence: int = 0, prompt: int | None = None) -> Tensor:
         """Positions that a step read, int64 `[kv_heads, n]`, -1 padded, as the probe `positions` wrote them down.
@@ -72,7 +72,7 @@ class Records:
             )
         return self._positions[wanted]
 
-    def _place(self, row: int, layer: int | None) -> tuple[int, int | None]:
+    def _sequence_and_layer(self, row: int, layer: int | None) -> tuple[int, int | None]:
         """Sequence and layer of a row."""
         return (row, layer) if self._rows_are == "sequence" else (0, row)
 
@@ -111,10 +111,10 @@ class Records:
             heads = range(values.shape[1]) if axis else [None]
             for sequence, per_head in zip(sequences, values.view(len(sequences), -1).tolist(), strict=True):
                 for head, value in zip(heads, per_head, strict=True):
-                    place = (head, None) if axis == "kv_head" else (None, head)
-                    where = self._place(sequence, layer)
+                    head_columns = (head, None) if axis == "kv_head" else (None, head)
+                    where = self._sequence_and_layer(sequence, layer)
                     budget = self._budget, entries.get(where[0]), self._storage
-                    rows.append((self._policy, *budget, prompt, *where, *place, step, measure, value))
+                    rows.append((self._policy, *budget, prompt, *where, *head_columns, step, measure, value))
         table = pd.DataFrame(rows, columns=columns)
         return table.astype(dict.fromkeys(["entries", *whole], "Int64"))
 
@@ -128,8 +128,8 @@ class Records:
 
         parts = []
         for (prompt, sequence, layer, step), positions in self._positions.items():
-            kv_heads, places = (positions >= 0).nonzero(as_tuple=True)
-            found = {"kv_head": kv_heads.numpy(), "position": positions[kv_heads, places].numpy()}
+            kv_heads, slots = (positions >= 0).nonzero(as_tuple=True)
+            found = {"kv_head": kv_heads.numpy(), "position": positions[kv_heads, slots].numpy()}
             parts.append(pd.DataFrame(found).assign(prompt=prompt, sequence=sequence, layer=layer, step=step))
         whole = ["prompt", "sequence", "layer", "kv_head", "step", "position"]
         table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=whole)

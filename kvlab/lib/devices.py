@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from kvlab.errors import KvlabError
@@ -46,3 +49,13 @@ def name(place: torch.device) -> str | None:
 def counts_peak(place: torch.device) -> bool:
     """Whether peak memory is counted: the kernel does it on a CPU, torch on all GPUs but Apple's."""
     return place.type == "cpu" or hasattr(torch.get_device_module(place), "max_memory_allocated")
+
+
+@contextmanager
+def outside_autocast(device: torch.device) -> Iterator[None]:
+    """While the block runs, the caller's autocast casts nothing on this kind of device; tensors keep their types."""
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        yield

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvlab.core import attention, hooks
-from kvlab.core.rotation import Rotation, candidates
 from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
@@ -30,27 +29,27 @@ Attend = Callable[[LiveCache, Group, hooks.Call, Tensor, Tensor, Tensor], Tensor
 class Attending:
     """Attends for one session, layer by layer."""
 
-    def __init__(self, policy: Policy, turns: str, reports: Reports):
+    def __init__(self, model: nn.Module, policy: Policy, turns: str, reports: Reports):
         self._policy, self._turns, self._reports = policy, turns, reports
-        self._rotations: list[Rotation] = []
+        self._rotations = hooks.Rotations(model)
 
     def attend(self, cache: LiveCache, call: hooks.Call) -> Tensor:
         """The output of one layer's attention, `[batch, heads, n, head_dim]`, once the call's entries are stored."""
-        layer, policy = cache.compressed[call.place], self._policy
+        layer, policy = cache.compressed[call.index], self._policy
         layer.softmax = call.softmax
         if not layer.groups:
-            store = layer.begin(call.keys, call.values, call.place)
-            self._remember(cache, layer, call)
+            store = layer.begin(call.keys, call.values, call.index)
+            self._remember(layer, call)
             return self._accumulated(cache, store, call.queries, call.softmax, call.padding)
         if cache.ended and call.queries.shape[2] == 1:
             if self._turns == "recompress" and policy.needs.queries is not None:
                 layer.observed.add(call.queries, policy.needs.queries)
             return self._each(cache, layer, call, self._step)
         if not cache.ended:
-            self._remember(cache, layer, call)
+            self._remember(layer, call)
         return self._each(cache, layer, call, self._feed)
 
-    def _remember(self, cache: LiveCache, layer: LiveLayer, call: hooks.Call) -> None:
+    def _remember(self, layer: LiveLayer, call: hooks.Call) -> None:
         """Keep of a chunk of the prompt what the policy will want to know of its queries."""
         needs = self._policy.needs
         layer.observed.add(call.queries, needs.queries)
@@ -58,9 +57,7 @@ class Attending:
             assert call.pre_rope is not None, "queries before RoPE are asked for"
             layer.before_rope.add(call.pre_rope, None)
         if needs.rotation:
-            # The tables may have been made anew for the length of this very prompt.
-            self._rotations = list(candidates(cache.model)) if call.place == 0 else self._rotations
-            layer.rotation = call.rotation(self._rotations)
+            layer.rotation = self._rotations.of(call)
 
     def _each(self, cache: LiveCache, layer: LiveLayer, call: hooks.Call, attend: Attend) -> Tensor:
         """The outputs of all groups, each attended on its own, in the order of the batch."""
@@ -78,7 +75,7 @@ class Attending:
         """More of a prompt, or a later turn, on top of what is stored."""
         store, policy = group.store, group.policy or self._policy
         if cache.ended:
-            policy.settle(store)
+            policy.evict_pending(store)
             group.note_loss()
         store.append(keys, values)
         if group.shadow is not None:

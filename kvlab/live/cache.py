@@ -22,11 +22,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvlab.core import adapter, hookable
-from kvlab.core.hooks import Call
+from kvlab.core.hooks import Handler
 from kvlab.core.layout import Layout
 from kvlab.core.storage import Storage
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
+from kvlab.lib.renamed import Renamed
 from kvlab.live.layer import LiveLayer
 from kvlab.live.prompt_likelihood import Likelihood
 from kvlab.live.row_groups import Group
@@ -61,14 +62,6 @@ class Host(Protocol):
         ...
 
 
-class Pass(Protocol):
-    """A forward pass that the session makes by itself on what a cache holds, such as that of pseudo-tokens."""
-
-    def attend(self, cache: LiveCache, call: Call) -> Tensor:
-        """The output of one layer's attention, `[rows, heads, n, head_dim]`."""
-        ...
-
-
 class LiveCache(DynamicCache):
     """transformers' cache, whose layers a policy compresses.
 
@@ -78,11 +71,15 @@ class LiveCache(DynamicCache):
         prompt_end: how many tokens there are when the prompt that `generate` was given has been fed; None outside
             `generate`, where the number of tokens in a forward pass tells.
         drafting: whether that `generate` may feed several tokens of its response at once.
-        lent: whether the caller made it, and so may go on with it after the session.
-        torn: whether a forward pass or the compression failed half-way, so that its layers may not fit together.
+        from_caller: whether the caller made it, and so may go on with it after the session.
+        failed: whether a forward pass or the compression failed half-way, so that its layers may not fit together.
     """
 
     layers: list[Any]
+    hold = Renamed("set_storage")
+    places = Renamed("next_positions")
+    lent = Renamed("from_caller")
+    torn = Renamed("failed")
 
     def __init__(self, session: Host):
         self.belong(session)
@@ -91,35 +88,37 @@ class LiveCache(DynamicCache):
         self.steps = 0  # single-token steps since
         self.number = 0  # which prompt of its session this is, from 1; 0 before the prompt has ended
         self.padding: Tensor | None = None  # [batch] left padding of each row
-        self.own_pass: Pass | None = None  # one of the session itself that is under way on it
+        self.own_pass: Handler | None = None  # attends in a pass that the session itself makes
         self.ended_at = 0  # how many tokens there were when it ended
         self.prompt_end: int | None = None
-        self.drafting = self.lent = False
-        self.torn = False
+        self.drafting = self.from_caller = False
+        self.failed = False
         self.ids: list[Tensor] = []
         self.position_ids: list[Tensor] = []  # [batch or 1, fed] of every pass, where the policy asks for places
         self.repeated: Repeated = {}  # shared by branches
         self.memory: Memory | None = None  # of the prompt, where branches share one
         self.likelihood = Likelihood()
         self.compressed = [LiveLayer(self, hookable.softmax_of(module)) for module in session.modules]
-        Cache.__init__(self, layers=adapter.arranged(session.model, session.layout, self.compressed))
+        Cache.__init__(self, layers=adapter.arrange_layers(session.model, session.layout, self.compressed))
 
     @classmethod
-    def of(cls, session: Host, given: DynamicCache) -> LiveCache:
+    def of(cls, session: Host, plain: DynamicCache) -> LiveCache:
         """The caller's own cache, which becomes one of this session; what it holds is the beginning of a prompt."""
-        held, seen = list(given.layers), given.get_seq_length()
-        mine = [cast("DynamicLayer", held[number]) for number in session.layout.compressed] if seen else []
-        entries = [(layer.keys, layer.values) for layer in mine if layer.keys is not None and layer.values is not None]
-        if len(entries) < len(mine) or any(keys.shape[2] != seen for keys, _ in entries):
+        layers, seen = list(plain.layers), plain.get_seq_length()
+        compressed = [cast("DynamicLayer", layers[number]) for number in session.layout.compressed] if seen else []
+        entries = [
+            (layer.keys, layer.values) for layer in compressed if layer.keys is not None and layer.values is not None
+        ]
+        if len(entries) < len(compressed) or any(keys.shape[2] != seen for keys, _ in entries):
             raise KvlabError("the cache handed in has lost entries already (a sliding window?)")
-        given.__class__ = cls
-        cache = cast("LiveCache", given)
+        plain.__class__ = cls
+        cache = cast("LiveCache", plain)
         LiveCache.__init__(cache, session)
-        cache.seen, cache.lent = seen, True
-        for number in session.layout.others if held else ():
-            cache.layers[number] = held[number]
-        for place, (live, entry) in enumerate(zip(cache.compressed, entries, strict=False)):
-            live.begin(*entry, place)
+        cache.seen, cache.from_caller = seen, True
+        for number in session.layout.others if layers else ():
+            cache.layers[number] = layers[number]
+        for index, (live, entry) in enumerate(zip(cache.compressed, entries, strict=False)):
+            live.begin(*entry, index)
         return cache
 
     def belong(self, session: Host) -> None:
@@ -166,7 +165,7 @@ class LiveCache(DynamicCache):
         cache.ids, cache.position_ids = list(self.ids), list(self.position_ids)
         cache.likelihood, cache.repeated, cache.memory = self.likelihood.copy(), self.repeated, self.memory
         for number, layer in self.others.items():
-            cache.layers[number] = adapter.twin(layer)
+            cache.layers[number] = adapter.copy_layer(layer)
         for new, old in zip(cache.compressed, self.compressed, strict=True):
             new.softmax, new.rotation = old.softmax, old.rotation
             new.observed, new.before_rope = old.observed.copy(), old.before_rope.copy()
@@ -179,15 +178,15 @@ class LiveCache(DynamicCache):
         return cache
 
     @property
-    def places(self) -> Tensor | None:
+    def next_positions(self) -> Tensor | None:
         """`[batch]`, where each row goes on, of joined sequences that have come to several lengths; else None."""
         groups = self.compressed[0].groups
         if self.padding is not None or len({group.store.seen for group in groups}) < 2:
             return None
-        places = torch.empty(self.batch, dtype=torch.int64, device=groups[0].store.device)
+        positions = torch.empty(self.batch, dtype=torch.int64, device=groups[0].store.device)
         for group in groups:
-            places[group.rows] = group.store.seen
-        return places
+            positions[group.rows] = group.store.seen
+        return positions
 
     @classmethod
     def joined(cls, session: Host, caches: Sequence[LiveCache], policies: Sequence[Policy]) -> LiveCache:
@@ -201,7 +200,7 @@ class LiveCache(DynamicCache):
         joined.ended = True  # what was joined before has gone on since, and only its stores know how far
         joined.seen = max(cache.compressed[0].groups[0].store.seen for cache in caches)
         for number in session.layout.others:
-            joined.layers[number] = adapter.joined([cache.layers[number] for cache in caches])
+            joined.layers[number] = adapter.join_layers([cache.layers[number] for cache in caches])
         for cache, policy in zip(caches, policies, strict=True):
             rows = torch.arange(cache.batch) + (joined.batch if joined.compressed[0].groups else 0)
             for new, old in zip(joined.compressed, cache.compressed, strict=True):
@@ -221,10 +220,10 @@ class LiveCache(DynamicCache):
                 group.policy = None
 
     @torch.inference_mode()
-    def hold(self, storage: Storage) -> None:
+    def set_storage(self, storage: Storage) -> None:
         """Store what has been kept in another form."""
         for group in (group for layer in self.compressed for group in layer.groups):
-            group.store.hold(storage)
+            group.store.set_storage(storage)
 
     @property
     def batch(self) -> int:
@@ -238,7 +237,7 @@ class LiveCache(DynamicCache):
         before = list(self.layers)
         try:
             for number, layer in self.others.items():
-                self.layers[number] = adapter.twin(layer) if rows is None else adapter.rows_of(layer, rows)
+                self.layers[number] = adapter.copy_layer(layer) if rows is None else adapter.copy_rows(layer, rows)
             yield
         finally:
             self.layers[:] = before
@@ -298,7 +297,7 @@ class LiveCache(DynamicCache):
         super().reset()
         self.seen, self.ended_at, self.steps, self.number, self.ended, self.padding = 0, 0, 0, 0, False, None
         self.ids, self.position_ids, self.repeated, self.memory = [], [], {}, None
-        self.likelihood, self.prompt_end, self.torn = Likelihood(), None, False
+        self.likelihood, self.prompt_end, self.failed = Likelihood(), None, False
 
     @property
     def batch_size(self) -> int:
@@ -328,7 +327,7 @@ class LiveCache(DynamicCache):
         for layer in self.compressed:
             layer.reorder_cache(beam_idx)
         for layer in self.others.values():
-            adapter.take(layer, beam_idx)
+            adapter.reorder_rows(layer, beam_idx)
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -339,7 +338,7 @@ class LiveCache(DynamicCache):
         for layer in self.compressed:
             layer.batch_select_indices(indices)
         for layer in self.others.values():
-            adapter.take(layer, indices)
+            adapter.reorder_rows(layer, indices)
         self._select(indices)
 
     def _select(self, rows: Tensor) -> None:
@@ -348,8 +347,8 @@ class LiveCache(DynamicCache):
             ids = torch.cat(self.ids, 1)
             self.ids = [ids[rows.to(ids.device)]]
         if self.position_ids:
-            places = torch.cat(self.expanded_position_ids, 1)
-            self.position_ids = [places[rows.to(places.device)]]
+            ids = torch.cat(self.expanded_position_ids, 1)
+            self.position_ids = [ids[rows.to(ids.device)]]
         if self.padding is not None:
             self.padding = self.padding[rows.to(self.padding.device)]
         self.likelihood.select(rows)
@@ -359,15 +358,15 @@ class LiveCache(DynamicCache):
     @property
     def expanded_position_ids(self) -> list[Tensor]:
         """Those of all passes, `[batch, fed]` each."""
-        return [places.expand(self.batch, -1) for places in self.position_ids]
+        return [ids.expand(self.batch, -1) for ids in self.position_ids]
 
     def note_positions(self, position_ids: Tensor | None, fed: int, device: torch.device) -> None:
         """Where the `fed` tokens of a pass stand: `position_ids` as the model takes them, or one behind the other."""
         if position_ids is None:
             position_ids = torch.arange(self.seen, self.seen + fed, device=device)[None]
         # Models that see images have several positions for each token, which are the same in a text.
-        places = position_ids if position_ids.dim() < 3 else position_ids[0]
-        self.position_ids.append(places)
+        ids = position_ids if position_ids.dim() < 3 else position_ids[0]
+        self.position_ids.append(ids)
 
     def offsets(self, number: int, policy: Policy) -> list[int]:
         """How far the positions that one group's sequences were fed at are ahead of their order, for each row.
@@ -378,9 +377,9 @@ class LiveCache(DynamicCache):
         group = self.compressed[0].groups[number]
         if not self.position_ids:
             return [0] * group.store.rows
-        given = group.of(torch.cat(self.expanded_position_ids, 1))[:, -group.store.seen :]
-        order = torch.arange(group.store.seen - given.shape[1], group.store.seen, device=given.device)
-        ahead = given - order
+        positions = group.of(torch.cat(self.expanded_position_ids, 1))[:, -group.store.seen :]
+        order = torch.arange(group.store.seen - positions.shape[1], group.store.seen, device=positions.device)
+        ahead = positions - order
         if bool((ahead != ahead[:, -1:]).any()):
             raise KvlabError(
                 f"{policy.name} places queries behind the prompt, and these position_ids leave gaps; number the tokens "

@@ -30,7 +30,7 @@ for a laptop's memory.
 T = TypeVar("T")
 
 
-def at_once(lm: LM, wanted: int = TOGETHER) -> int:
+def batch_size(lm: LM, wanted: int = TOGETHER) -> int:
     """How many sequences of a model go on in one batch where `wanted` may: one, where it has layers that no policy
     compresses, since their sequences cannot leave a batch one by one.
     """
@@ -55,7 +55,7 @@ class Row(Protocol):
     session: Session
     next: int | None
 
-    def hear(self, logits: Tensor) -> None:
+    def accept_logits(self, logits: Tensor) -> None:
         """Take the logits `[vocabulary]` behind the token that was fed, and set `next`."""
         ...
 
@@ -65,7 +65,7 @@ class Row(Protocol):
 
 
 @torch.inference_mode()
-def go_on(lm: LM, rows: Sequence[Row]) -> None:
+def decode_batch(lm: LM, rows: Sequence[Row]) -> None:
     """Feed all rows, token by token in one batch, until none wants another token."""
     left = [row for row in rows if row.next is not None]
     with compress(lm.model, Full(), turns="leave") as running:
@@ -74,8 +74,8 @@ def go_on(lm: LM, rows: Sequence[Row]) -> None:
             while len(left) == whole:
                 ids = torch.tensor([[row.next] for row in left], device=lm.device)
                 logits = lm.model(ids, past_key_values=past, use_cache=True, logits_to_keep=1).logits[:, -1]
-                for row, heard in zip(left, logits, strict=True):
-                    row.hear(heard)
+                for row, of_row in zip(left, logits, strict=True):
+                    row.accept_logits(of_row)
                     if row.next is None:
                         row.end(running)
                 left = [row for row in left if row.next is not None]

@@ -32,13 +32,13 @@ class Generation:
 
     Attributes:
         prompt_end: tokens of the sequence when its prompt has been fed, padding included; None where that is not known.
-        lent: whether the caller handed a cache over.
+        has_cache: whether the caller handed a cache over.
         drafting: whether several tokens of the response may be fed at once.
         cache: what it goes on with, from its first forward pass on.
     """
 
     prompt_end: int | None
-    lent: bool
+    has_cache: bool
     drafting: bool
     cache: LiveCache | None = None
 
@@ -73,28 +73,28 @@ def generating(model: nn.Module, generations: Generations) -> Iterator[None]:
         ids = kwargs.get("input_ids") if inputs is None else inputs
         own = kwargs.get("generation_config") or (args[0] if args else None)
 
-        def known(name: str) -> Any:
-            given = kwargs.get(name), getattr(own, name, None), getattr(model.generation_config, name, None)
-            return next((value for value in given if value is not None), None)
+        def setting(name: str) -> Any:
+            values = kwargs.get(name), getattr(own, name, None), getattr(model.generation_config, name, None)
+            return next((value for value in values if value is not None), None)
 
         past = kwargs.get("past_key_values")
         embedded = kwargs.get("inputs_embeds")
         if kwargs.get("attention_mask") is None and embedded is None and isinstance(ids, Tensor):
-            mask = left_padding(ids, known("pad_token_id"), known("eos_token_id"), past is not None)
+            mask = left_padding(ids, setting("pad_token_id"), setting("eos_token_id"), past is not None)
             if mask is not None:
                 kwargs["attention_mask"] = mask
         asked = None if own is model.generation_config else getattr(own, "use_cache", None)
         if kwargs.get("use_cache") is None and asked is None:
             kwargs["use_cache"] = True
         for name in ("assistant_early_exit", "use_mtp", "speculation_type"):
-            if known(name):
+            if setting(name):
                 raise KvlabError(
                     f"{name} drafts with layers of the model itself, which no kvlab session follows; leave it out"
                 )
         call = Generation(
             _prompt_end(ids, embedded, kwargs.get("attention_mask")),
             past is not None,
-            kwargs.get("assistant_model") is not None or known("prompt_lookup_num_tokens") is not None,
+            kwargs.get("assistant_model") is not None or setting("prompt_lookup_num_tokens") is not None,
         )
         generations.calls.append(call)
         try:
@@ -123,8 +123,8 @@ def generating(model: nn.Module, generations: Generations) -> Iterator[None]:
 
 def _prompt_end(ids: Any, embedded: Any, mask: Any) -> int | None:
     """How long the sequence is when its prompt has been fed: a mask tells, also where only the newest ids are given."""
-    given = mask if isinstance(mask, Tensor) and mask.dim() == 2 else embedded if ids is None else ids
-    return given.shape[1] if isinstance(given, Tensor) and given.dim() > 1 else None
+    longest = mask if isinstance(mask, Tensor) and mask.dim() == 2 else embedded if ids is None else ids
+    return longest.shape[1] if isinstance(longest, Tensor) and longest.dim() > 1 else None
 
 
 def left_padding(ids: Tensor, pad: int | None, eos: int | list[int] | None, going_on: bool = False) -> Tensor | None:

@@ -79,10 +79,10 @@ class LiveLayer(DynamicLayer):
         self.observed.forget()
         self.before_rope.forget()
 
-    def begin(self, keys: Tensor, values: Tensor, place: int) -> LayerStore:
-        """Store the beginning of a prompt; `place` is where the layer stands among the compressed ones."""
+    def begin(self, keys: Tensor, values: Tensor, index: int) -> LayerStore:
+        """Store the beginning of a prompt; `index` is where the layer stands among the compressed ones."""
         store = LayerStore(keys, values)
-        store.layers = (place,) * len(keys)
+        store.layers = (index,) * len(keys)
         self.groups = [Group(None, store)]
         return store
 
@@ -152,7 +152,7 @@ class LiveLayer(DynamicLayer):
         past = store.keys.clone(), store.values.clone()
         with torch.inference_mode():
             store.append(key_states, value_states)
-            store.settle()
+            store.quantise_pending()
         self.groups[0].shadow = None
         self.forget()
         if self is cache.compressed[-1]:
@@ -203,11 +203,11 @@ class LiveLayer(DynamicLayer):
         for group in self.groups:
             wanted = group.of(beam_idx.to(group.store.device))
             if group.rows is not None:
-                place = {int(row): i for i, row in enumerate(group.rows)}
-                if any(int(row) not in place for row in wanted):
+                row_of = {int(row): i for i, row in enumerate(group.rows)}
+                if any(int(row) not in row_of for row in wanted):
                     raise KvlabError("beams cannot change places between prompts of different length")
-                wanted = torch.tensor([place[int(row)] for row in wanted], device=wanted.device)
-            group.take(wanted)
+                wanted = torch.tensor([row_of[int(row)] for row in wanted], device=wanted.device)
+            group.reorder(wanted)
         self._select(beam_idx)
 
     def _select(self, rows: Tensor) -> None:
@@ -232,5 +232,5 @@ class LiveLayer(DynamicLayer):
         if len(self.groups) > 1:
             raise KvlabError("a batch of prompts of different length cannot be cut or repeated while it is generated")
         for group in self.groups:
-            group.take(indices)
+            group.reorder(indices)
         self._select(indices)

@@ -1,21 +1,20 @@
-"""Passes that a live session makes by itself on top of a prompt: of pseudo-tokens, and of the prompt once more."""
+"""Forward passes that a live session makes by itself on top of a prompt, and what they are fed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvlab.core import attention, hooks
+from kvlab.core.hooks import Call, Handler
 from kvlab.errors import KvlabError
-from kvlab.methods._base.repeating import Part, Repetition
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvlab.live.cache import LiveCache, Pass
+    from kvlab.live.cache import LiveCache
     from kvlab.methods import Policy
 
 
@@ -37,8 +36,12 @@ def prompts(cache: LiveCache, number: int, why: str) -> Tensor:
     return group.of(torch.cat(cache.ids, 1))[:, cache.seen - group.store.seen :].cpu()
 
 
-def run(model: PreTrainedModel, cache: LiveCache, number: int, ids: Tensor, handler: Pass, policy: Policy) -> None:
-    """Feed `ids` `[rows, m]` on top of one group's prompts, for a policy; afterwards the cache is as it was."""
+def run(model: PreTrainedModel, cache: LiveCache, number: int, ids: Tensor, handler: Handler, policy: Policy) -> None:
+    """Feed `ids` `[rows, m]` on top of one group's prompts, for a policy; afterwards the cache is as it was.
+
+    Args:
+        handler: gets each layer's call with the stored keys and values, and those of the pass behind them.
+    """
     group = cache.compressed[0].groups[number]
     length, device = group.store.seen, group.store.device
     positions = torch.arange(length, length + ids.shape[1], device=device).expand_as(ids)
@@ -46,7 +49,13 @@ def run(model: PreTrainedModel, cache: LiveCache, number: int, ids: Tensor, hand
     # Layers left alone hold the padding too.
     padding = cache.seen - length
     mask = (torch.arange(cache.seen + ids.shape[1], device=device) >= padding).expand(len(ids), -1)
-    cache.own_pass = handler
+
+    def attend(call: Call) -> Tensor:
+        store = cache.compressed[call.index].groups[number].store
+        store.append(call.keys, call.values)
+        return handler(replace(call, keys=store.keys, values=store.values, padding=None))
+
+    cache.own_pass = attend
     try:
         with cache.on_trial(group.rows):
             model.base_model(
@@ -61,43 +70,3 @@ def run(model: PreTrainedModel, cache: LiveCache, number: int, ids: Tensor, hand
         for layer in cache.compressed:
             store = layer.groups[number].store
             store.truncate(store.length - (store.seen - length))
-
-
-class PseudoPass:
-    """A forward pass of pseudo-tokens over one group's prompt.
-
-    Attributes:
-        queries: of the layers that it went through, by their places, `[rows, heads, m, head_dim]` each.
-    """
-
-    def __init__(self, group: int):
-        self._group = group
-        self.queries: dict[int, Tensor] = {}
-
-    def attend(self, cache: LiveCache, call: hooks.Call) -> Tensor:
-        """Attend over the prompt, whose store holds the pseudo-tokens' entries too until the pass is over."""
-        store = cache.compressed[call.place].groups[self._group].store
-        self.queries[call.place] = call.queries
-        store.append(call.keys, call.values)
-        return attention.attend(call.queries, store.keys, store.values, call.softmax)
-
-
-class RepeatPass:
-    """A forward pass in which the model repeats a part of one group's prompts.
-
-    Attributes:
-        scores: of the part, by place of the layer, `[rows, kv_heads, stop - start]`.
-    """
-
-    def __init__(self, group: int, repetition: Repetition, part: Part, projections: Sequence[Tensor | None]):
-        self._group, self._repetition, self._part, self._projections = group, repetition, part, projections
-        self.scores: dict[int, Tensor] = {}
-
-    def attend(self, cache: LiveCache, call: hooks.Call) -> Tensor:
-        store = cache.compressed[call.place].groups[self._group].store
-        store.append(call.keys, call.values)
-        keys, values, weight = store.keys, store.values, self._projections[call.place]
-        self.scores[call.place] = self._repetition.scores(
-            self._part, call.queries, keys, values, call.softmax, call.hidden, weight
-        )
-        return attention.attend(call.queries, keys, values, call.softmax)

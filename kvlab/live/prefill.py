@@ -15,17 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvlab.core import hookable
-from kvlab.core.autocast import outside_autocast
+from kvlab.core.hooks import Call, Handler
 from kvlab.core.rotation import Rotation
 from kvlab.core.storage import Storage
 from kvlab.errors import KvlabError
+from kvlab.lib.devices import outside_autocast
 from kvlab.live import passes
 from kvlab.live.attention_step import ACCUMULATED
 from kvlab.live.cache import LiveCache
 from kvlab.live.shared_findings import once, scores_of, tokens_of
 from kvlab.methods import Policy, Prompt
 from kvlab.methods._base import contract
-from kvlab.methods._base.repeating import Part, Repetition
+from kvlab.traces.passes import score_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,10 +82,10 @@ class Prefill:
                 with outside_autocast(group.store.device):
                     policy.compress(group.store, prompt)
                 # After the eviction: what is rounded are the entries that stay.
-                group.store.hold(self._storage)
+                group.store.set_storage(self._storage)
                 group.kept = group.store.positions.clone()
                 group.note_loss()
-            contract.check_spent(policy, stores)
+            contract.check_stored_budget(policy, stores)
         for layer in cache.compressed:
             layer.before_rope.forget()
             if self._turns == "leave" or policy.needs.queries is None:
@@ -210,19 +211,28 @@ class Prefill:
         return torch.stack([pseudo.tokens(row, vocabulary, encode) for row in prompts])
 
     def _pseudo_queries(self, cache: LiveCache, number: int, ids: Tensor) -> dict[int, Tensor]:
-        """Post-RoPE queries `[rows, heads, m, head_dim]` of pseudo-tokens `ids`, by place of the layer."""
+        """Post-RoPE queries `[rows, heads, m, head_dim]` of pseudo-tokens `ids`, by index of the layer."""
 
-        def queries() -> dict[int, Tensor]:
-            pseudo = passes.PseudoPass(number)
-            passes.run(self._model, cache, number, ids, pseudo, self._policy)
-            return pseudo.queries
+        def compute() -> dict[int, Tensor]:
+            queries: dict[int, Tensor] = {}
 
-        return once(cache.memory, ("pseudo", number, tokens_of(ids)), queries)
+            def record(call: Call) -> Tensor:
+                queries[call.index] = call.queries
+                return call.attend()
+
+            passes.run(self._model, cache, number, ids, record, self._policy)
+            return queries
+
+        return once(cache.memory, ("pseudo", number, tokens_of(ids)), compute)
 
     def _repeated(self, cache: LiveCache, number: int) -> list[dict[str, Tensor]]:
         """Scores `[rows, kv_heads, length]` of the passes that repeat one group's prompts, layer by layer, by the key
         of the repetition.
         """
+
+        def feed(ids: Tensor, handler: Handler) -> None:
+            passes.run(self._model, cache, number, ids, handler, self._policy)
+
         found: list[dict[str, Tensor]] = [{} for _ in cache.compressed]
         for repetition in self._policy.needs.repetitions:
             if any(layer.groups[number].lossy for layer in cache.compressed):
@@ -234,24 +244,10 @@ class Prefill:
             fed = [repetition.parts(row, self._encode) for row in prompts]
             known = scores_of(repetition, prompts, fed)
             if known not in cache.repeated:
-                cache.repeated[known] = self._scores(cache, number, repetition, fed)
+                cache.repeated[known] = score_parts(feed, cache.modules, repetition, fed)
             for by_key, own in zip(found, cache.repeated[known], strict=True):
                 by_key[repetition.key] = own
         return found
-
-    def _scores(
-        self, cache: LiveCache, number: int, repetition: Repetition, fed: Sequence[Sequence[Part]]
-    ) -> list[Tensor]:
-        """Scores `[rows, kv_heads, length]` of one repetition, layer by layer; `fed` holds the parts of each row."""
-        modules = cache.modules
-        weights = hookable.required_projections(modules) if repetition.plus else [None] * len(modules)
-        scores = []
-        # Prompts of one length have parts at the same places, with as many tokens.
-        for rows in zip(*fed, strict=True):
-            handler = passes.RepeatPass(number, repetition, rows[0], weights)
-            passes.run(self._model, cache, number, torch.stack([part.ids for part in rows]), handler, self._policy)
-            scores.append(handler.scores)
-        return [torch.cat([each[place] for each in scores], -1) for place in range(len(modules))]
 
 
 def _no_tokenizer(text: str) -> Tensor:

@@ -18,28 +18,28 @@ class Likelihood:
         if ids is None:
             self.nll = self._next = None
             return
-        known = logits.float().log_softmax(-1)
-        if self._next is None or known.shape[1] < ids.shape[1]:
-            before = known[:, :-1]
+        log_probs = logits.float().log_softmax(-1)
+        if self._next is None or log_probs.shape[1] < ids.shape[1]:
+            before = log_probs[:, :-1]
         else:
-            before = torch.cat([self._next[:, None], known[:, :-1]], 1)
-        told = ids[:, ids.shape[1] - before.shape[1] :, None]
-        new = -before.gather(-1, told)[..., 0]
-        earlier = self.nll if before.shape[1] == ids.shape[1] else None
-        self.nll = (new if earlier is None else torch.cat([earlier, new], 1))[:, -most:]
-        self._next = known[:, -1]
+            before = torch.cat([self._next[:, None], log_probs[:, :-1]], 1)
+        targets = ids[:, ids.shape[1] - before.shape[1] :, None]
+        new = -before.gather(-1, targets)[..., 0]
+        previous = self.nll if before.shape[1] == ids.shape[1] else None
+        self.nll = (new if previous is None else torch.cat([previous, new], 1))[:, -most:]
+        self._next = log_probs[:, -1]
 
     def perplexity(self, n: int, rows: Tensor | None) -> Tensor | None:
         """exp of the mean over the last `n` tokens, `[rows]`; None where too few are known."""
         if self.nll is None or self.nll.shape[1] < n:
             return None
-        found = self.nll[:, self.nll.shape[1] - n :].mean(-1).exp()
-        return found if rows is None else found[rows]
+        perplexity = self.nll[:, self.nll.shape[1] - n :].mean(-1).exp()
+        return perplexity if rows is None else perplexity[rows]
 
     def copy(self) -> Likelihood:
-        found = Likelihood()
-        found.nll, found._next = self.nll, self._next
-        return found
+        copied = Likelihood()
+        copied.nll, copied._next = self.nll, self._next
+        return copied
 
     def select(self, rows: Tensor) -> None:
         if self.nll is not None and self._next is not None:

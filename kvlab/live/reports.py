@@ -80,19 +80,19 @@ class Reports:
         """Show the probes one group of one layer in one step, before the policy evicts; what they were shown."""
         pre_queries = None if call.pre_rope is None else group.of(call.pre_rope)
         seen = Seen(policy, group.store, queries, attended, call.softmax, group.shadow, pre_queries)
-        where = _place(cache, group, call)
+        where = _coordinates(cache, group, call)
         for probe in self.probes:
             probe.look(seen, self.records, where)
         return seen
 
     def look_after(self, cache: LiveCache, group: Group, call: hooks.Call, seen: Seen) -> None:
         """Show the probes the same again, once the policy has updated, evicted or merged."""
-        where = _place(cache, group, call)
+        where = _coordinates(cache, group, call)
         for probe in self.probes:
             probe.look_after(seen, self.records, where)
 
 
-def _place(cache: LiveCache, group: Group, call: hooks.Call) -> dict[str, Any]:
+def _coordinates(cache: LiveCache, group: Group, call: hooks.Call) -> dict[str, Any]:
     """The step, the layer and the sequences that a row of the tables belongs to."""
     return dict(step=cache.steps, layer=call.layer, rows=group.numbers(cache.batch))
 
@@ -105,7 +105,7 @@ def located(cache: LiveCache | None, layer: int, sequence: int) -> tuple[Group, 
     """
     if cache is None or not cache.compressed[0].groups:
         raise KvlabError("nothing has been fed in this session yet")
-    for group in cache.compressed[cache.layout.place(layer)].groups:
+    for group in cache.compressed[cache.layout.index(layer)].groups:
         rows = group.numbers(cache.batch)
         if sequence in rows:
             return group, rows.index(sequence)

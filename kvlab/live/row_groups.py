@@ -38,7 +38,7 @@ class Group:
     def numbers(self, batch: int) -> list[int]:
         return list(range(batch)) if self.rows is None else self.rows.tolist()
 
-    def take(self, rows: Tensor) -> None:
+    def reorder(self, rows: Tensor) -> None:
         """The sequences `rows` of this group in place of the present ones, with all that is known of them."""
         self.store.reorder(rows.to(self.store.device))
         if self.shadow is not None:

@@ -74,7 +74,7 @@ class Session:
     ):
         self.model, self.policy, self.turns, self.storage = model, policy, turns, storage
         self._reports = Reports(policy, probes, shadow_bytes, storage)
-        self._attending = Attending(policy, turns, self._reports)
+        self._attending = Attending(model, policy, turns, self._reports)
         self._prefill = Prefill(model, policy, turns, encode, max_new_tokens, storage)
         self.modules, self.layout = hookable.layers_of(model), hookable.layout_of(model)
         if policy.needs.projection:
@@ -87,7 +87,8 @@ class Session:
         # One forward pass at a time, whichever thread it is in: a pass that failed is ended by the next of its thread.
         self._turn, self._passing_thread = threading.Lock(), 0
         self._generations = Generations()
-        self._told: tuple[Tensor | None, int | Tensor] = None, 0  # the ids fed, and how many logits were asked for
+        # The ids that are fed, and how many logits were asked for.
+        self._logits_request: tuple[Tensor | None, int | Tensor] = None, 0
         self._passing = False  # whether a forward pass of the model is under way
         self._seen_by_a_layer = False  # whether a layer has attended in it
         self._arguments = list(inspect.signature(model.forward).parameters)
@@ -109,7 +110,8 @@ class Session:
         try:
             # The caller can go on with a cache of its own, and nothing would compress its prompt any more.
             cache = self._cache
-            if kind is None and cache is not None and cache.lent and cache.seen and not (cache.torn or self._passing):
+            whole = cache is not None and not (cache.failed or self._passing)
+            if kind is None and cache is not None and whole and cache.from_caller and cache.seen:
                 self.end_prompt()
         finally:
             self._leave()
@@ -132,19 +134,19 @@ class Session:
         self._passing, self._seen_by_a_layer, self._last_logits = False, False, None
         kwargs.update(zip(self._arguments, args, strict=False))
         self._check(kwargs)
-        cache = self._cache = self._adopt(kwargs.get("past_key_values"))
+        cache = self._cache = self._cache_for(kwargs.get("past_key_values"))
         kwargs["past_key_values"], kwargs["use_cache"] = cache, True
         if (call := self._generations.starting) is not None:
             call.cache, cache.prompt_end = cache, call.prompt_end
-            cache.lent, cache.drafting = cache.lent and call.lent, call.drafting
+            cache.from_caller, cache.drafting = cache.from_caller and call.has_cache, call.drafting
             if call.drafting:
                 self._check_drafts()
         tokens = kwargs.get("input_ids")
-        told = tokens if tokens is not None else kwargs["inputs_embeds"]
-        self._fed = told.shape[1]
+        fed = tokens if tokens is not None else kwargs["inputs_embeds"]
+        self._fed = fed.shape[1]
         unplaced = kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None
-        if unplaced and (places := cache.places) is not None:
-            kwargs["position_ids"] = places[:, None] + torch.arange(self._fed, device=places.device)
+        if unplaced and (positions := cache.next_positions) is not None:
+            kwargs["position_ids"] = positions[:, None] + torch.arange(self._fed, device=positions.device)
         if self._window is not None and cache.seen + self._fed > self._window:
             hooks.check_length(self.model, cache.seen + self._fed)
         left = None if cache.prompt_end is None else cache.prompt_end - cache.seen
@@ -160,11 +162,11 @@ class Session:
             self._reports.step_begins(cache)
         if tokens is not None:
             cache.ids.append(tokens)
-        if self.policy.needs.places:
-            cache.note_positions(kwargs.get("position_ids"), self._fed, told.device)
+        if self.policy.needs.positions:
+            cache.note_positions(kwargs.get("position_ids"), self._fed, fed.device)
         if self.policy.needs.perplexity and "logits_to_keep" in self._arguments:
             asked = kwargs.get("logits_to_keep", 0)
-            self._told = tokens, asked
+            self._logits_request = tokens, asked
             if isinstance(asked, int) and asked:
                 kwargs["logits_to_keep"] = max(asked, self.policy.needs.perplexity + 1)
         self._passing, cache.memory = True, None  # what was found out about the prompt holds no longer
@@ -244,10 +246,10 @@ class Session:
         try:
             if cache is None or output is None or not passed:
                 if cache is not None:
-                    cache.torn = cache.torn or passed
+                    cache.failed = cache.failed or passed
                 return
             if not self._seen_by_a_layer:
-                cache.torn = True
+                cache.failed = True
                 raise KvlabError(
                     f"no layer of {type(model).__name__} came by the session: set its attention implementation before "
                     "the block, and compile nothing inside it"
@@ -268,7 +270,7 @@ class Session:
             self._passing_thread = threading.get_ident()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         """While the block runs, no other thread makes a forward pass."""
         entered = self._passing_thread != threading.get_ident()
         self._enter()
@@ -288,46 +290,46 @@ class Session:
         logits = getattr(output, "logits", None) if most else None
         if logits is None:
             return
-        tokens, asked = self._told
+        tokens, asked = self._logits_request
         if isinstance(asked, int):
             cache.likelihood.add(tokens, logits[:, -(most + 1) :], most)
             if asked:
                 output.logits = logits[:, -asked:]
 
-    def _adopt(self, given: Cache | None) -> LiveCache:
+    def _cache_for(self, cache: Cache | None) -> LiveCache:
         """The session's cache for the one that a forward pass was handed."""
-        if given is None:
+        if cache is None:
             return LiveCache(self)
-        if isinstance(given, LiveCache):
-            if given.torn:
+        if isinstance(cache, LiveCache):
+            if cache.failed:
                 raise KvlabError(
                     "a forward pass or a compression of this cache failed half-way; begin anew with another"
                 )
-            if len(given.layers) != len(self.layout.sees):
-                raise KvlabError(f"the cache has {len(given.layers)} layers, and the model {len(self.layout.sees)}")
-            if not given.belongs_to(self):
-                if given.policy != self.policy:
-                    given.start_over()
-                elif given.ended:
-                    given.hold(self.storage)
-                given.belong(self)
-                given.number = 0
-                if given.ended:
-                    self._reports.begin(given)
-            return given
-        if not isinstance(given, Cache):
+            if len(cache.layers) != len(self.layout.sees):
+                raise KvlabError(f"the cache has {len(cache.layers)} layers, and the model {len(self.layout.sees)}")
+            if not cache.belongs_to(self):
+                if cache.policy != self.policy:
+                    cache.start_over()
+                elif cache.ended:
+                    cache.set_storage(self.storage)
+                cache.belong(self)
+                cache.number = 0
+                if cache.ended:
+                    self._reports.begin(cache)
+            return cache
+        if not isinstance(cache, Cache):
             raise KvlabError(
-                f"past_key_values is a DynamicCache or None in a kvlab session, not a {type(given).__name__}"
+                f"past_key_values is a DynamicCache or None in a kvlab session, not a {type(cache).__name__}"
             )
-        if getattr(given, "offloading", False):
+        if getattr(cache, "offloading", False):
             raise KvlabError("an offloaded cache cannot be compressed; drop cache_implementation='offloaded'")
-        mine = [layer for number, layer in enumerate(given.layers) if number in self.layout.compressed]
-        if type(given) is not DynamicCache or not all(isinstance(layer, DynamicLayer) for layer in mine):
+        compressed = [layer for number, layer in enumerate(cache.layers) if number in self.layout.compressed]
+        if type(cache) is not DynamicCache or not all(isinstance(layer, DynamicLayer) for layer in compressed):
             raise KvlabError(
-                f"a {type(given).__name__} cannot be compressed; hand over a DynamicCache, a cache that a kvlab "
+                f"a {type(cache).__name__} cannot be compressed; hand over a DynamicCache, a cache that a kvlab "
                 "session returned, or none"
             )
-        return LiveCache.of(self, given)
+        return LiveCache.of(self, cache)
 
     # ------------------------------------------------------------------ attention
 
@@ -342,7 +344,7 @@ class Session:
     def _attended(self, call: hooks.Call) -> Tensor:
         cache = self._cache
         if cache is not None and cache.own_pass is not None:
-            return cache.own_pass.attend(cache, call)
+            return cache.own_pass(call)
         if cache is None or not self._passing:
             raise KvlabError(f"inside a kvlab session call the {type(self.model).__name__} itself, not a part of it")
         self._seen_by_a_layer = True
@@ -358,13 +360,13 @@ class Session:
             raise KvlabError("no prompt has been fed yet")
         if cache.ended:
             return
-        with self._alone():
+        with self._exclusive():
             cache.split_by_length()
             self._reports.begin(cache)
             try:
                 self._prefill.end(cache)
             except BaseException:
-                cache.torn = True
+                cache.failed = True
                 raise
             self._reports.note_entries(cache)
 
@@ -373,7 +375,7 @@ class Session:
     def branch(self, prefilled: LiveCache) -> LiveCache:
         """A cache of this session's that begins with what another one holds, before its prompt has ended.
 
-        Nothing is copied until one of them changes: several policies can start from one prefill (see `gather`).
+        Nothing is copied until one of them changes: several policies can start from one prefill (see `shared_prefill`).
 
         Raises:
             KvlabError: its prompt has ended, so that its policy may have changed it.
@@ -456,19 +458,19 @@ class Session:
         """Bytes that the layers hold which no policy compresses: windows, chunks, convolutions, linear states. They are
         counted in none of the others; 0 where every layer is compressed.
         """
-        return 0 if self._cache is None else sum(map(adapter.held_bytes, self._cache.others.values()))
+        return 0 if self._cache is None else sum(map(adapter.layer_bytes, self._cache.others.values()))
 
     @property
     def layers(self) -> pd.DataFrame:
         """One row for each layer of the model: layer, sees (what it looks at), compressed, and bytes, what it holds now
         (keys and values, with what the policy keeps beside them).
         """
-        held: dict[int, int] = {}
+        bytes_of: dict[int, int] = {}
         if self._cache is not None:
-            held = {number: adapter.held_bytes(layer) for number, layer in self._cache.others.items()}
+            bytes_of = {number: adapter.layer_bytes(layer) for number, layer in self._cache.others.items()}
             for number, layer in zip(self.layout.compressed, self._cache.compressed, strict=True):
-                held[number] = sum(group.kv_bytes(self.policy) + group.store.aux_bytes for group in layer.groups)
-        return self.layout.table().assign(bytes=[held.get(number, 0) for number in range(len(self.layout.sees))])
+                bytes_of[number] = sum(group.kv_bytes(self.policy) + group.store.aux_bytes for group in layer.groups)
+        return self.layout.table().assign(bytes=[bytes_of.get(number, 0) for number in range(len(self.layout.sees))])
 
     @property
     def probes(self) -> list[Probe]:

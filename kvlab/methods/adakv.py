@@ -9,10 +9,10 @@ from torch import Tensor
 from kvlab.core import ranking
 from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.prompt import Prompt
-from kvlab.methods._base.scorer import AroundScorer
+from kvlab.methods._base.scorer import ScorerWrapper
 
 
-class AdaKV(AroundScorer):
+class AdaKV(ScorerWrapper):
     """Keeps the best entries of all KV heads of a layer together, whatever the heads' shares; prefill only.
 
     Ada-KV (Feng et al. 2024), algorithms 1 and 2: the scores of all heads compete for heads x budget entries, so that

@@ -10,10 +10,10 @@ from torch import Tensor
 from kvlab.core import ranking
 from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.prompt import Prompt
-from kvlab.methods._base.scorer import AroundScorer
+from kvlab.methods._base.scorer import ScorerWrapper
 
 
-class ChunkKV(AroundScorer):
+class ChunkKV(ScorerWrapper):
     """Keeps whole chunks of neighbouring tokens, those with the best mean score; one set for a layer; prefill only.
 
     ChunkKV (Liu et al. 2025), algorithm 1: the prompt is cut into chunks of `chunk` tokens, a chunk's score is that of
@@ -43,8 +43,8 @@ class ChunkKV(AroundScorer):
         always = scores.isposinf().any(1)
         tokens = scores.masked_fill(scores.isinf(), 0).sum(1).masked_fill(always, 0)
         # The tokens of a better chunk come before those of a worse one, and within a chunk the better token.
-        place = torch.arange(prompt.length, device=scores.device) // self.chunk
-        chunks = ranking.ranks(self._means(tokens, always)).long()[:, place]
+        chunk_of = torch.arange(prompt.length, device=scores.device) // self.chunk
+        chunks = ranking.ranks(self._means(tokens, always)).long()[:, chunk_of]
         order = -(chunks * prompt.length + ranking.ranks(tokens))
         order = order.masked_fill(always, 1)
         return ranking.top_positions(order, budget)[:, None].expand(-1, prompt.kv_heads, -1)

@@ -6,15 +6,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from kvlab.core import ranking
+from kvlab.core import attention, ranking
 from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.needs import Needs
-from kvlab.methods._base.projecting import projected_norms
 from kvlab.methods._base.prompt import Prompt
-from kvlab.methods._base.scorer import AroundScorer
+from kvlab.methods._base.scorer import ScorerWrapper
 
 
-class CriticalKV(AroundScorer):
+class CriticalKV(ScorerWrapper):
     """Spends a part of the budget by another's scores, the rest by these times the size of the projected values;
     prefill only.
 
@@ -64,7 +63,7 @@ class CriticalKV(AroundScorer):
 
         def compute() -> Tensor:
             heads, rows = prompt.heads, zip(prompt.values, prompt.projection(self), strict=True)
-            norms = torch.stack([projected_norms(values, weight, heads, order=1) for values, weight in rows])
+            norms = torch.stack([attention.projected_norms(values, weight, heads, order=1) for values, weight in rows])
             return norms.unflatten(1, (prompt.kv_heads, -1)).mean(2)
 
         return prompt.share(("projected norms",), compute)

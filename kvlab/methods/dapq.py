@@ -8,17 +8,17 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from kvlab.core import attention, ranking
+from kvlab.core import attention
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
 from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.needs import NOTHING, Needs
-from kvlab.methods._base.policy import Budget, Policy
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods._base.repeating import Part, Repetition
+from kvlab.methods._base.scorer import Scorer
 
 
-class DapQ(Policy):
+class DapQ(Scorer):
     """Keeps the prompt tokens that pseudo-tokens at the response's first positions attend to most; prefill only.
 
     DapQ, section 4: `window` pseudo-tokens run after the prompt at positions P .. P + window - 1 (eq. 4); their
@@ -49,7 +49,6 @@ class DapQ(Policy):
     kind: ClassVar[str] = "score at prefill"
     paper: ClassVar[Paper | None] = PAPERS["dapq"]
 
-    budget: Budget
     window: Annotated[int, Field(ge=1)] = 32
     content: Literal["first_last", "scattered", "span", "sentence", "vocabulary"] = "first_last"
     first: Annotated[int, Field(ge=0)] = 4
@@ -111,9 +110,6 @@ class DapQ(Policy):
             return attention.sum_over_group(torch.stack(rows), prompt.kv_heads)
 
         return prompt.share(("pseudo", self.pseudo_key), summed)
-
-    def choose(self, prompt: Prompt, budget: int) -> Tensor:
-        return ranking.top_positions(self.scores(prompt), budget)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class MorphKV(Policy):
         super().compress(store, prompt)
         profile.begin(store, self.window, self._profile(prompt))
 
-    def settle(self, store: LayerStore) -> None:
+    def evict_pending(self, store: LayerStore) -> None:
         # After tokens that were stored whole, whose rows nobody has seen, the next step's own row has to decide.
         if store.numbers["rows"] == store.seen and store.length > store.budget:
             evict_lowest(store, self._fuse(store.column(profile.PROFILE)), self.window)

@@ -5,13 +5,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvlab.core import ranking
 from kvlab.core.store import LayerStore
-from kvlab.methods._base.policy import Budget, Policy
 from kvlab.methods._base.prompt import Prompt
+from kvlab.methods._base.scorer import Scorer
 
 
-class Random(Policy):
+class Random(Scorer):
     """Keeps `budget` prompt positions drawn without replacement, for each layer and KV head anew.
 
     Not from a paper: the draw depends on `seed`, the layer and the head, not on what shares the batch. Unless it goes
@@ -28,7 +27,6 @@ class Random(Policy):
     family: ClassVar[str] = "reference"
     kind: ClassVar[str] = "reference"
 
-    budget: Budget
     seed: int = 0
     decode: bool = False
 
@@ -40,9 +38,6 @@ class Random(Policy):
             return torch.rand(prompt.kv_heads, prompt.length, generator=generator, dtype=torch.float32)
 
         return torch.stack([draw(layer) for layer in prompt.layers]).to(prompt.keys.device)
-
-    def choose(self, prompt: Prompt, budget: int) -> Tensor:
-        return ranking.top_positions(self.scores(prompt), budget)
 
     @property
     def steps(self) -> bool:

@@ -12,6 +12,7 @@ from kvlab.core import attention, ranking
 from kvlab.core.store import LayerStore
 from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base import profile
+from kvlab.methods._base.eviction import after_compression
 from kvlab.methods._base.policy import Budget, Kernel, Policy, top_and_last
 from kvlab.methods._base.prompt import Prompt
 
@@ -63,10 +64,6 @@ class RKV(Policy):
     def observes(self) -> int:
         return self.window
 
-    def left(self, budget: int) -> int:
-        """Entries that a compression leaves."""
-        return budget - (self.interval or max(1, min(128, budget // 8)))
-
     def scores(self, prompt: Prompt) -> Tensor:
         return prompt.share(
             ("rkv", self.window, self.kernel, self.mix, self.threshold),
@@ -77,7 +74,7 @@ class RKV(Policy):
         return ranking.with_last(self.scores(prompt), self.window)
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
-        return top_and_last(self.scores(prompt), self.left(budget) - self.window, self.window)
+        return top_and_last(self.scores(prompt), after_compression(budget, self.interval) - self.window, self.window)
 
     def compress(self, store: LayerStore, prompt: Prompt) -> None:
         profile.begin(store, self.window, self._rows(prompt))
@@ -88,7 +85,7 @@ class RKV(Policy):
         rows = profile.follow(store, self.window, weights.unflatten(1, (store.positions.shape[1], -1)).amax(2))
         if store.length > store.budget:
             scores = self._score(rows, store.keys)
-            store.evict(top_and_last(scores, self.left(store.budget) - self.window, self.window))
+            store.evict(top_and_last(scores, after_compression(store.budget, self.interval) - self.window, self.window))
 
     def _rows(self, prompt: Prompt) -> Tensor:
         """Attention of the prompt's last queries, the largest of each group, `[rows, kv_heads, length, n]`."""
@@ -114,7 +111,7 @@ class RKV(Policy):
         """Mean cosine of each key to the others, without what it is let off, `[rows, kv_heads, slots]`."""
         units = F.normalize(keys, dim=-1).flatten(0, 1)
         n = units.shape[1]
-        places = torch.arange(n, device=keys.device, dtype=keys.dtype)
+        slots = torch.arange(n, device=keys.device, dtype=keys.dtype)
         # All cosines of a key at once, but for its own: their sum is its cosine to the sum.
         total = (units @ units.sum(1)[..., None])[..., 0] - units.square().sum(-1)
         at_once = max(1, (CACHED if keys.is_cpu else CELLS) // (BLOCK * n))
@@ -122,7 +119,7 @@ class RKV(Policy):
         for (of_heads, found), start in itertools.product(parts, range(0, n, BLOCK)):
             cosines = of_heads[:, start : start + BLOCK] @ of_heads.transpose(-1, -2)
             cosines.diagonal(start, 1, 2).fill_(-1)
-            last = torch.where(cosines > self.threshold, places, -1).amax(-1).long()
+            last = torch.where(cosines > self.threshold, slots, -1).amax(-1).long()
             let_off = cosines.gather(-1, last.clamp_min(0)[..., None])[..., 0].masked_fill(last < 0, 0)
             found.scatter_add_(-1, last.clamp_min(0), -let_off)
         return (total / n).view(keys.shape[:3])

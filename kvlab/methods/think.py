@@ -13,7 +13,7 @@ from kvlab.errors import KvlabError
 from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.policy import Policy
 from kvlab.methods._base.prompt import Prompt
-from kvlab.methods._base.scorer import Around
+from kvlab.methods._base.scorer import Wrapper
 from kvlab.methods.full import Full
 
 CHANNELS, PRUNED = "channels", "pruned"
@@ -27,7 +27,7 @@ def _object(scorer: Any) -> Any:
     return scorer
 
 
-class ThinK(Around):
+class ThinK(Wrapper):
     """Drops channels of the prompt's keys, in each KV head those that the last queries weigh least; prefill only.
 
     ThinK (Xu et al. 2024), section 3.2: the weight of a channel is the size of its share in the products of the last
@@ -69,13 +69,6 @@ class ThinK(Around):
     def scores_tokens(cls) -> bool:
         # It has no budget for tokens that another method could spend.
         return False
-
-    @property
-    def asked(self) -> int | float | None:
-        return self._inner.asked
-
-    def entries(self, prompt_length: int) -> int:
-        return self._inner.entries(prompt_length)
 
     def fits(self, prompt_length: int) -> bool:
         """Whether there is no key beyond the window, so that none is changed."""

@@ -7,7 +7,6 @@ from torch import Tensor
 from kvlab.core.store import LayerStore
 from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.eviction import evict_lowest
-from kvlab.methods._base.policy import Budget
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods._base.scorer import Scorer
 
@@ -31,8 +30,6 @@ class TOVA(Scorer):
     family: ClassVar[str] = "evicts or merges while decoding"
     kind: ClassVar[str] = "decoding"
     paper: ClassVar[Paper | None] = PAPERS["tova"]
-
-    budget: Budget
 
     @property
     def observes(self) -> int:

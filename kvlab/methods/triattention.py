@@ -11,6 +11,7 @@ from kvlab.core import attention, ranking
 from kvlab.core.rotation import mixed, paired
 from kvlab.core.store import LayerStore
 from kvlab.lib.references import PAPERS, Paper
+from kvlab.methods._base.eviction import after_compression
 from kvlab.methods._base.needs import Needs
 from kvlab.methods._base.policy import Budget, Policy
 from kvlab.methods._base.prompt import Prompt
@@ -60,17 +61,13 @@ class TriAttention(Policy):
     def needs(self) -> Needs:
         return Needs(rotation=True, pre_queries=True)
 
-    def left(self, budget: int) -> int:
-        """Entries that a compression leaves."""
-        return budget - (self.interval or max(1, min(128, budget // 8)))
-
     def scores(self, prompt: Prompt) -> Tensor:
         return prompt.share(
             ("triattention", self.reach), lambda: scored(prompt.keys, *self._calibrated(prompt), prompt.seen)
         )
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
-        return ranking.top_positions(self.scores(prompt), self.left(budget))
+        return ranking.top_positions(self.scores(prompt), after_compression(budget, self.interval))
 
     def compress(self, store: LayerStore, prompt: Prompt) -> None:
         centres, spreads, frequencies, interleaved = self._calibrated(prompt)
@@ -82,7 +79,7 @@ class TriAttention(Policy):
         if store.length > store.budget:
             centres, spreads, frequencies = (store.memory[name] for name in (CENTRES, SPREADS, FREQUENCIES))
             scores = scored(store.keys, centres, spreads, frequencies, store.numbers[INTERLEAVED], store.seen)
-            store.evict(ranking.top_positions(scores, self.left(store.budget)))
+            store.evict(ranking.top_positions(scores, after_compression(store.budget, self.interval)))
 
     def _calibrated(self, prompt: Prompt) -> tuple[Tensor, Tensor, Tensor, int]:
         """What the prompt's queries tell of those to come.

@@ -201,7 +201,7 @@ def _most_similar(store: LayerStore, candidates: Tensor, slot: Tensor) -> Tensor
     """Of the slots `candidates` `[rows, kv_heads, n]`, the one whose key has the largest dot product with `slot`'s
     (eq. 6).
     """
-    keys, _ = store.taken(torch.cat([slot[..., None], candidates], -1))
+    keys, _ = store.gather(torch.cat([slot[..., None], candidates], -1))
     query, keys = keys[:, :, :1].float(), keys[:, :, 1:].float()
     best = (keys @ query.transpose(-1, -2)).squeeze(-1).argmax(-1, keepdim=True)
     return candidates.gather(-1, best).squeeze(-1)

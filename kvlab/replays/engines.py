@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from kvlab.core import attention, ranking
-from kvlab.core.autocast import outside_autocast
 from kvlab.core.storage import AS_IS, Storage
 from kvlab.core.store import EMPTY, LayerStore
 from kvlab.errors import KvlabError, whole
 from kvlab.instruments import measures
 from kvlab.instruments.probes import Probe, Seen
 from kvlab.instruments.records import Records
+from kvlab.lib.devices import outside_autocast
 from kvlab.methods import Policy, Prompt
 from kvlab.methods._base import contract
-from kvlab.methods._base.clock import attend, positions_read, take, weigh
+from kvlab.methods._base.clock import append_and_select, attend, positions_read, weigh
 from kvlab.replays.reference import Reference, reference
 from kvlab.replays.replay import Replay
-from kvlab.replays.step_reads import Reading, alike, losses, readings
+from kvlab.replays.step_reads import Reading, losses, readings, similar_runs
 
 if TYPE_CHECKING:
     from kvlab.traces.trace import Trace
@@ -94,13 +94,13 @@ def _replayed(run: Run, budget: int) -> Replay:
         store, prompt = _compressed(run)
         entries = _entries(run, store, budget)
         kept = store.positions.clone()
-        store.hold(run.storage)
+        store.set_storage(run.storage)
         recall, window_recall = _recalls(run, kept, prompt)
         needs = run.policy.needs
         if needs.acts_while_decoding or needs.rewrites or store.merged or run.probes:
             step_by_step(run, store)
         else:
-            at_once(run, store, kept)
+            all_steps(run, store, kept)
     sinks = run.reference.sinks
     # At the end and not step by step: every copy waits for the device.
     return Replay(
@@ -136,7 +136,7 @@ def _compressed(run: Run) -> tuple[LayerStore, Prompt]:
     if policy.needs.surveys and not policy.fits(prompt.length):
         prompt = prompt.with_plan(policy.plan(policy.survey(prompt)[:, None], prompt)[:, 0])
     policy.compress(store, prompt)
-    contract.check_spent(policy, [store])
+    contract.check_stored_budget(policy, [store])
     return store, prompt
 
 
@@ -167,7 +167,7 @@ def step_by_step(run: Run, store: LayerStore) -> None:
     for step in range(1, trace.steps + 1):
         new = slice(trace.prompt_length + step - 1, trace.prompt_length + step)
         queries = trace.response_queries[:, :, step - 1 : step]
-        slots = take(policy, store, queries, trace.keys[:, :, new], trace.values[:, :, new], trace.softmax)
+        slots = append_and_select(policy, store, queries, trace.keys[:, :, new], trace.values[:, :, new], trace.softmax)
         run.read_sets.append(positions_read(store, slots))
         run.read_bytes[step - 1] = store.bytes_of(slots) + policy.overhead_bytes(store)
         # Where the model recorded all that a step attends to, its losses are measured at the end.
@@ -180,7 +180,7 @@ def step_by_step(run: Run, store: LayerStore) -> None:
         everything = store.length == store.seen and not store.ragged
         run.stored_sets.append(None if everything else store.positions.clone())
         run.stored_bytes[step - 1] = store.kv_bytes + store.aux_bytes - policy.discount_bytes(store)
-    for steps in alike(recorded, [read.shape[-1] for read in run.read_sets]):
+    for steps in similar_runs(recorded, [read.shape[-1] for read in run.read_sets]):
         _measure(run, readings(steps, run.read_sets[steps], trace.length))
 
 
@@ -207,7 +207,7 @@ def _attend(run: Run, store: LayerStore, queries: Tensor, slots: Tensor | None, 
 # ------------------------------------------------------------------------------ all steps at once
 
 
-def at_once(run: Run, store: LayerStore, kept: Tensor) -> None:
+def all_steps(run: Run, store: LayerStore, kept: Tensor) -> None:
     """All steps at once, for a policy that does nothing after the prefill: every generated token stays."""
     trace, prompt = run.trace, run.trace.prompt_length
     if trace.steps == 0:
@@ -234,9 +234,9 @@ def _follow_rounded(run: Run, store: LayerStore) -> None:
     trace, step = run.trace, 0
     while step < trace.steps:
         _append(trace, store, step, 1)
-        store.settle()
+        store.quantise_pending()
         run.stored_bytes[step] = before = store.kv_bytes + store.aux_bytes
-        more = min(store.calm, trace.steps - step - 1)
+        more = min(store.steps_until_quantised, trace.steps - step - 1)
         if more:
             _append(trace, store, step + 1, more)
             grown = store.kv_bytes + store.aux_bytes - before

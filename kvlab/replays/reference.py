@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 KEPT_BYTES = 3 * 2**29
 BLOCK = 1 / 6
 # The attention and the ranks of all traces together: beyond it, those of the traces replayed longest ago are given up.
-HELD_BYTES = 2 * 2**30
+CACHE_BYTES = 2 * 2**30
 
 
 class Reference:
@@ -35,7 +35,7 @@ class Reference:
         self._trace = ref(trace)
         layer = 4 * trace.heads * trace.steps * trace.length
         self._fits = trace.n_layers if layer * trace.n_layers <= KEPT_BYTES else KEPT_BYTES // layer
-        self.give_up()
+        self.free()
 
     @property
     def trace(self) -> Trace:
@@ -47,7 +47,7 @@ class Reference:
         # In a copy or a pickle it is computed again, for the trace that goes with it.
         return reference, (self.trace,)
 
-    def give_up(self) -> None:
+    def free(self) -> None:
         """Free what is large; it is computed again where it is asked for again."""
         self._rows: dict[int, Tensor] = {}
         self._block: tuple[int, Tensor] | None = None
@@ -55,8 +55,8 @@ class Reference:
             self.__dict__.pop(large, None)
 
     @property
-    def held_bytes(self) -> int:
-        """What `give_up` would free."""
+    def cached_bytes(self) -> int:
+        """Bytes that `free` gives back."""
         large = [self._block and self._block[1], *map(self.__dict__.get, ("step_ranks", "outputs"))]
         return sum(tensor.nbytes for tensor in [*self._rows.values(), *large] if tensor is not None)
 
@@ -164,10 +164,10 @@ def reference(trace: Trace) -> Reference:
     others = [each for each in _latest if each() not in (None, found)]
     _latest[:] = [*others, ref(found)]
     alive = [each for known in _latest if (each := known()) is not None]
-    held = sum(each.held_bytes for each in alive)
+    in_use = sum(each.cached_bytes for each in alive)
     for oldest in alive[:-1]:
-        if held <= HELD_BYTES:
+        if in_use <= CACHE_BYTES:
             break
-        held -= oldest.held_bytes
-        oldest.give_up()
+        in_use -= oldest.cached_bytes
+        oldest.free()
     return found

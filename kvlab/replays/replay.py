@@ -82,31 +82,31 @@ class Replay:
         Raises:
             KvlabError: a layer or a step outside this replay, or a layer that is not compressed.
         """
-        place = self._place(layer, step)
+        index = self._index(layer, step)
         if step == 0:
-            return self.kept_sets[place]
-        return self.read_sets[step - 1][place] if self.read_sets else self._with_response(place, step)
+            return self.kept_sets[index]
+        return self.read_sets[step - 1][index] if self.read_sets else self._with_response(index, step)
 
     def stored(self, layer: int, step: int = 0) -> Tensor:
         """Positions stored after a step, int64 `[kv_heads, n]`, -1 padded."""
-        place = self._place(layer, step)
+        index = self._index(layer, step)
         if step == 0:
-            return self.kept_sets[place]
+            return self.kept_sets[index]
         stored = self.stored_sets[step - 1] if self.stored_sets else None
-        return self._with_response(place, step) if stored is None else stored[place]
+        return self._with_response(index, step) if stored is None else stored[index]
 
-    def _place(self, layer: int, step: int) -> int:
-        """Where among the trace's layers the model's layer `layer` stands."""
+    def _index(self, layer: int, step: int) -> int:
+        """The index of the model's layer `layer` among the trace's layers."""
         layer, step = whole("layer", layer), whole("step", step)
         layers = len(self.trace.layout.sees)
         if not 0 <= layer < layers or not 0 <= step <= self.trace.steps:
             raise KvlabError(
                 f"layer {layer}, step {step} is outside this replay of {layers} layers and {self.trace.steps} steps"
             )
-        return self.trace.layout.place(layer)
+        return self.trace.layout.index(layer)
 
-    def _with_response(self, place: int, step: int) -> Tensor:
-        kept, prompt = self.kept_sets[place], self.trace.prompt_length
+    def _with_response(self, index: int, step: int) -> Tensor:
+        kept, prompt = self.kept_sets[index], self.trace.prompt_length
         new = torch.arange(prompt, prompt + step).expand(kept.shape[0], step)
         both = torch.cat([kept, new], -1)
         padded = both.masked_fill(both == EMPTY, torch.iinfo(torch.int64).max).sort(-1).values

@@ -19,8 +19,7 @@ from kvlab.methods._base.contract import warned_of_raised
 from kvlab.replays.engines import replay_one
 from kvlab.replays.replay import Replay
 from kvlab.replays.results import Replays
-from kvlab.traces.as_trace import opened
-from kvlab.traces.trace import Trace
+from kvlab.traces.trace import Trace, opened
 
 OneTrace: TypeAlias = Trace | str | Path
 """A trace, or the path of a file that holds one."""

@@ -30,69 +30,69 @@ class Reading:
 
     Attributes:
         steps: these steps, one behind the other, counted from 0.
-        places: positions that any of the steps reads, int64 `[sets, n]`, -1 padded; a set for each KV head or for each
+        positions: those that any of the steps reads, int64 `[sets, n]`, -1 padded; a set for each KV head or for each
             query head.
-        read: which of the places each step reads, bool `[sets, steps or 1, n]`; None for all that it can see.
+        read: which of the positions each step reads, bool `[sets, steps or 1, n]`; None for all that it can see.
     """
 
     steps: slice
-    places: Tensor
+    positions: Tensor
     read: Tensor | None = None
 
     def __post_init__(self):
-        padded = self.places == EMPTY
+        padded = self.positions == EMPTY
         if self.read is None and bool(padded.any()):
             self.read = ~padded[:, None]
 
     def _of(self, rows: Tensor) -> Tensor:
-        """The places' columns of `rows` `[sets x any, steps, length]`, zero where they are not read."""
-        grouped = rows.unflatten(0, (len(self.places), -1))
-        columns = self.places.clamp_min(0)[:, None, None].expand(*grouped.shape[:3], -1)
-        taken = grouped.gather(-1, columns)
-        return (taken if self.read is None else taken.masked_fill_(~self.read[:, None], 0)).flatten(0, 1)
+        """The positions' columns of `rows` `[sets x any, steps, length]`, zero where they are not read."""
+        grouped = rows.unflatten(0, (len(self.positions), -1))
+        columns = self.positions.clamp_min(0)[:, None, None].expand(*grouped.shape[:3], -1)
+        weights = grouped.gather(-1, columns)
+        return (weights if self.read is None else weights.masked_fill_(~self.read[:, None], 0)).flatten(0, 1)
 
     def mass(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The weights `[heads, steps, n]` of what is read, and their sum `[heads, steps]`, of the full cache's weights
         `[heads, steps, length]`.
         """
-        taken = self._of(weights)
-        return taken, taken.sum(-1)
+        weights = self._of(weights)
+        return weights, weights.sum(-1)
 
     def found(self, ranks: Tensor, k: Tensor) -> Tensor:
         """Share of each step's top `k` `[steps]` that it reads, given ranks `[kv_heads, steps, length]`: averaged over
         a KV head's sets where it has several, `[kv_heads, steps]`.
         """
-        sets, kv_heads = len(self.places), len(ranks)
-        columns = self.places.clamp_min(0).unflatten(0, (kv_heads, -1))[:, :, None]
+        sets, kv_heads = len(self.positions), len(ranks)
+        columns = self.positions.clamp_min(0).unflatten(0, (kv_heads, -1))[:, :, None]
         ranks = ranks[:, None].expand(-1, sets // kv_heads, -1, -1)
         hit = ranks.gather(-1, columns.expand(*ranks.shape[:3], -1)) < k[:, None].to(ranks.dtype)
         if self.read is not None:
             hit &= self.read.unflatten(0, (kv_heads, -1))
         return (hit.sum(-1, dtype=torch.float32) / k).mean(1)
 
-    def output(self, trace: Trace, layer: int, taken: Tensor, weight: Tensor) -> Tensor:
+    def output(self, trace: Trace, layer: int, weights: Tensor, weight: Tensor) -> Tensor:
         """Attention output over what is read, `[heads, steps, head_dim]`.
 
         Args:
-            taken: as `mass` gives them.
+            weights: as `mass` gives them.
             weight: of what is read and of the sinks in the full softmax, `[heads, steps]`.
         """
         values = self._entries(trace.values[layer])
         if float(weight.min()) > TOO_LITTLE:
-            return attention.output(taken, values) / weight[..., None]
+            return attention.output(weights, values) / weight[..., None]
         keys, softmax = self._entries(trace.keys[layer]), trace.softmax.row(layer)
         now = torch.arange(trace.prompt_length, trace.length, device=trace.device)[self.steps, None]
-        visible = self.places[:, None] <= now if self.read is None else self.read & (self.places[:, None] <= now)
-        visible = visible.repeat_interleave(trace.heads // len(self.places), 0)
+        visible = self.positions[:, None] <= now if self.read is None else self.read & (self.positions[:, None] <= now)
+        visible = visible.repeat_interleave(trace.heads // len(self.positions), 0)
         return attention.output(
             attention.weights(trace.response_queries[layer][:, self.steps], keys, softmax, visible), values
         )
 
     def _entries(self, recorded: Tensor) -> Tensor:
-        """The places' keys or values `[sets, n, head_dim]`, of recorded ones `[kv_heads, length, head_dim]`."""
-        if len(self.places) > len(recorded):
-            recorded = recorded.repeat_interleave(len(self.places) // len(recorded), 0)
-        return pick(recorded[None], self.places[None])[0]
+        """Keys or values of the positions, `[sets, n, head_dim]`, of recorded ones `[kv_heads, length, head_dim]`."""
+        if len(self.positions) > len(recorded):
+            recorded = recorded.repeat_interleave(len(self.positions) // len(recorded), 0)
+        return pick(recorded[None], self.positions[None])[0]
 
 
 def readings(steps: slice, sets: list[Tensor], length: int) -> Iterator[Reading]:
@@ -111,12 +111,12 @@ def _readings(steps: slice, sets: list[Tensor], length: int) -> Iterator[Reading
         read[:, :, step].scatter_(-1, positions.masked_fill(positions == EMPTY, length), True)
     for layer in read[..., :length]:
         # Over bytes, since torch's `any` over another dimension than the last is fifty times slower.
-        places = ranking.positions_of(layer.view(torch.uint8).amax(1).bool())
-        taken = layer.gather(-1, places.clamp_min(0)[:, None].expand(-1, len(sets), -1))
-        yield Reading(steps, places, taken.logical_and_((places != EMPTY)[:, None]))
+        positions = ranking.positions_of(layer.view(torch.uint8).amax(1).bool())
+        weights = layer.gather(-1, positions.clamp_min(0)[:, None].expand(-1, len(sets), -1))
+        yield Reading(steps, positions, weights.logical_and_((positions != EMPTY)[:, None]))
 
 
-def alike(steps: list[int], sizes: list[int]) -> list[slice]:
+def similar_runs(steps: list[int], sizes: list[int]) -> list[slice]:
     """Steps one behind the other that read about equally many entries, since places are looked at in all steps of a
     reading: MorphKV's first step reads the whole prompt, and no other does.
 
@@ -146,9 +146,9 @@ class Losses:
 
 def losses(side: Reference, layer: int, reading: Reading, k: Tensor) -> Losses:
     """Measured against the full cache; `k` is the size of the top that recall asks for at each step of the trace."""
-    taken, mass = reading.mass(side.weights(layer)[:, reading.steps])
+    weights, mass = reading.mass(side.weights(layer)[:, reading.steps])
     weight = mass if side.sinks is None else mass + side.sinks[layer][:, reading.steps]
-    output = reading.output(side.trace, layer, taken, weight)
+    output = reading.output(side.trace, layer, weights, weight)
     return Losses(
         mass=(1 - weight).clamp(0, 1),
         error=measures.output_error(side.outputs[layer][:, reading.steps], output),

@@ -13,9 +13,9 @@ from kvlab.errors import KvlabError
 
 def check_kinds(**named: Any) -> None:
     """Raise KvlabError for what is given as a tensor and is none, such as an array."""
-    for name, given in named.items():
-        if not isinstance(given, Tensor):
-            kind = type(given).__name__
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
             raise KvlabError(f"{name} must be a torch tensor (torch.as_tensor makes one), not {kind}")
 
 

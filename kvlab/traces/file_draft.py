@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvlab.errors import KvlabError
-from kvlab.traces.files import apart, sign
+from kvlab.traces.files import separate, write_checksum
 
 if TYPE_CHECKING:
     from kvlab.traces.trace import Trace
@@ -60,13 +60,13 @@ class Draft:
 
     def finish(self, trace: Trace) -> None:
         """Make it the file of a trace, some of whose tensors are the mapped ones."""
-        held = trace._tensors()
-        missing = self.tensors.keys() - held.keys()
+        tensors = trace._tensors()
+        missing = self.tensors.keys() - tensors.keys()
         assert not missing, f"a trace without {missing} was captured into a file that has room for them"
         for name, mapped in self.tensors.items():
-            if held[name].data_ptr() != mapped.data_ptr():
-                mapped.copy_(held[name])
-        rest = apart({name: tensor for name, tensor in held.items() if name not in self.tensors})
+            if tensors[name].data_ptr() != mapped.data_ptr():
+                mapped.copy_(tensors[name])
+        rest = separate({name: tensor for name, tensor in tensors.items() if name not in self.tensors})
         rest = dict(sorted(rest.items(), key=lambda item: -item[1].element_size()))
         with self._path.open("r+b") as file:
             file.seek(self._end)
@@ -75,7 +75,7 @@ class Draft:
             header = self._header(trace, rest)
             file.seek(0)
             file.write((self._begin - 8).to_bytes(8, "little") + header.ljust(self._begin - 8))
-        sign(self._path)
+        write_checksum(self._path)
 
     def _header(self, trace: Trace, rest: dict[str, Tensor]) -> bytes:
         shapes = self._shapes | {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in rest.items()}

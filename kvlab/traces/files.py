@@ -15,16 +15,16 @@ CHECKSUM = "crc32"
 BLANK = "0" * 8  # what stands for a file's checksum while that is taken
 
 
-def sign(path: Path) -> None:
-    """Put a saved trace's checksum into its place in the header."""
-    found, place = checksum(path, BLANK)
+def write_checksum(path: Path) -> None:
+    """Write a saved trace's checksum into its header."""
+    crc, offset = checksum(path, BLANK)
     with path.open("r+b") as file:
-        file.seek(place)
-        file.write(found.encode())
+        file.seek(offset)
+        file.write(crc.encode())
 
 
-def checksum(path: Path, told: str) -> tuple[str, int]:
-    """The CRC-32 of a safetensors file, as if zeros stood where its header tells `told`, and that place."""
+def checksum(path: Path, recorded: str) -> tuple[str, int]:
+    """The CRC-32 of a safetensors file, as if zeros stood where its header has `recorded`, and that offset."""
     piece = memoryview(bytearray(1 << 20))
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -32,11 +32,11 @@ def checksum(path: Path, told: str) -> tuple[str, int]:
         header = file.read(8 + size)
         # Within a text of the header these quotation marks would be escaped.
         key = f'"{CHECKSUM}":"'.encode()
-        place = header.find(key + told.encode() + b'"') + len(key)
-        found = zlib.crc32(header[:place] + BLANK.encode() + header[place + len(BLANK) :])
+        offset = header.find(key + recorded.encode() + b'"') + len(key)
+        crc = zlib.crc32(header[:offset] + BLANK.encode() + header[offset + len(BLANK) :])
         while n := file.readinto(piece):
-            found = zlib.crc32(piece[:n], found)
-    return f"{found:08x}", place
+            crc = zlib.crc32(piece[:n], crc)
+    return f"{crc:08x}", offset
 
 
 def layout_of(saved: dict[str, list] | None) -> Layout | None:
@@ -53,18 +53,18 @@ def rotations_of(saved: list[dict[str, Any] | None] | None) -> tuple[Rotation | 
     )
 
 
-def popped(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def pop_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Take out those whose names begin with `prefix`, without it."""
     return {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
 
 
-def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous, on the CPU, and no two in one piece of memory, which safetensors refuses."""
-    found: dict[str, Tensor] = {}
+    separated: dict[str, Tensor] = {}
     pieces: set[int] = set()
     for key, tensor in tensors.items():
         tensor = tensor.contiguous().cpu()
         piece = tensor.untyped_storage().data_ptr()
-        found[key] = tensor.clone() if piece in pieces else tensor
+        separated[key] = tensor.clone() if piece in pieces else tensor
         pieces.add(piece)
-    return found
+    return separated

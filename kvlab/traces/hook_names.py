@@ -22,7 +22,7 @@ def named(trace: Any, name: str, head: int | None = None, step: int | None = Non
         raise KvlabError(f"{name!r} is no name of a hook of the attention, such as 'blocks.3.attn.hook_pattern'")
     if parts[2] not in HOOKS:
         raise KvlabError(nearest(parts[2], HOOKS, "hook of a trace"))
-    found = HOOKS[parts[2]](trace, trace.layout.place(int(parts[1])))
+    found = HOOKS[parts[2]](trace, trace.layout.index(int(parts[1])))
     # By head comes first: [heads, tokens, head_dim], or [heads, queries, keys] of attention.
     if step is not None:
         if not 1 <= whole("step", step) <= trace.steps:
@@ -38,46 +38,46 @@ def named(trace: Any, name: str, head: int | None = None, step: int | None = Non
     return found[tuple(0 if drop else slice(None) for drop in gone)]
 
 
-def _queries(trace: Any, place: int) -> Tensor:
+def _queries(trace: Any, index: int) -> Tensor:
     if trace.pre_queries is None:
         raise KvlabError("this trace holds no queries before RoPE; those after it are 'hook_rot_q'")
-    return trace.pre_queries[place]
+    return trace.pre_queries[index]
 
 
-def _keys(trace: Any, place: int) -> Tensor:
-    rotation = None if trace.rotations is None else trace.rotations[place]
+def _keys(trace: Any, index: int) -> Tensor:
+    rotation = None if trace.rotations is None else trace.rotations[index]
     if rotation is None:
         raise KvlabError(
             "this trace does not know how its layer turns keys, so it has none before RoPE; those after it are "
             "'hook_rot_k'"
         )
-    return rotation.turned_back(trace.keys[place], torch.arange(trace.length, device=trace.device))
+    return rotation.turned_back(trace.keys[index], torch.arange(trace.length, device=trace.device))
 
 
 def _visible(trace: Any) -> Tensor:
     return attention.last_visible(trace.queries.shape[2], trace.length, trace.device)
 
 
-def _scores(trace: Any, place: int) -> Tensor:
-    scores = attention.logits(trace.queries[place], trace.keys[place], trace.softmax.row(place))
+def _scores(trace: Any, index: int) -> Tensor:
+    scores = attention.logits(trace.queries[index], trace.keys[index], trace.softmax.row(index))
     return scores.masked_fill(~_visible(trace), -torch.inf)
 
 
-def _pattern(trace: Any, place: int) -> Tensor:
-    return attention.weights(trace.queries[place], trace.keys[place], trace.softmax.row(place), _visible(trace))
+def _pattern(trace: Any, index: int) -> Tensor:
+    return attention.weights(trace.queries[index], trace.keys[index], trace.softmax.row(index), _visible(trace))
 
 
 HOOKS: dict[str, Callable[[Any, int], Tensor]] = {
     "hook_q": _queries,
     "hook_k": _keys,
-    "hook_v": lambda trace, place: trace.values[place],
-    "hook_rot_q": lambda trace, place: trace.queries[place],
-    "hook_rot_k": lambda trace, place: trace.keys[place],
+    "hook_v": lambda trace, index: trace.values[index],
+    "hook_rot_q": lambda trace, index: trace.queries[index],
+    "hook_rot_k": lambda trace, index: trace.keys[index],
     "hook_attn_scores": _scores,
     "hook_pattern": _pattern,
-    "hook_z": lambda trace, place: attention.output(_pattern(trace, place), trace.values[place]),
+    "hook_z": lambda trace, index: attention.output(_pattern(trace, index), trace.values[index]),
 }
-"""How each is made, `[heads, tokens, ...]`, of the layer at a place among the recorded ones."""
+"""How each is made, `[heads, tokens, ...]`, of the layer at an index among the recorded ones."""
 
 BY_HEAD = ("hook_attn_scores", "hook_pattern")
 """Those that TransformerLens has with the heads before the tokens."""

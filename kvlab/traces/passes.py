@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 # Prompts of more tokens than `WHOLE` are fed `CHUNK` at a time: enough of them for products at full speed.
 WHOLE, CHUNK = 4096, 1024
+
+Feed = Callable[[Tensor, hooks.Handler], None]
+"""Runs tokens `[rows, m]` on top of prompts and leaves nothing of them. The handler's calls hold the keys and values of
+the prompt, and behind them those of the pass.
+"""
 
 
 def forward(lm: LM, ids: Tensor, cache: StoreCache, positions: Tensor | None = None, logits_of: int = 1) -> Tensor:
@@ -71,8 +76,8 @@ def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) ->
         Post-RoPE and pre-RoPE queries, each `[layers, heads, m, head_dim]`, or `[trials, layers, heads, m, head_dim]`.
     """
     if cache.others and ids.dim() == 2:
-        alone = [pseudo_queries(lm, cache, *trial) for trial in zip(ids, positions.expand_as(ids), strict=True)]
-        return torch.stack([post for post, _ in alone]), torch.stack([pre for _, pre in alone])
+        by_trial = [pseudo_queries(lm, cache, *trial) for trial in zip(ids, positions.expand_as(ids), strict=True)]
+        return torch.stack([post for post, _ in by_trial]), torch.stack([pre for _, pre in by_trial])
     trials, m = ids.shape if ids.dim() == 2 else (1, len(ids))
     post, pre = {}, {}
     length = cache.stores[0].length
@@ -82,14 +87,14 @@ def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) ->
 
     def record(call: hooks.Call) -> Tensor:
         assert call.pre_rope is not None, "queries before RoPE are asked for"
-        post[call.place], pre[call.place] = call.queries[0], call.pre_rope[0]
+        post[call.index], pre[call.index] = call.queries[0], call.pre_rope[0]
         return call.attend(mask)
 
     with hooks.hooked(lm.model, record):
-        forward(lm, ids.reshape(-1), cache.passing(), positions.reshape(-1))
+        forward(lm, ids.reshape(-1), cache.transient(), positions.reshape(-1))
 
-    def stacked(found: dict[int, Tensor]) -> Tensor:
-        rows = torch.stack([found[place] for place in range(len(cache.stores))])
+    def stacked(by_index: dict[int, Tensor]) -> Tensor:
+        rows = torch.stack([by_index[index] for index in range(len(cache.stores))])
         return rows if ids.dim() == 1 else rows.unflatten(2, (trials, m)).movedim(2, 0)
 
     return stacked(post), stacked(pre)
@@ -97,8 +102,8 @@ def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) ->
 
 def pseudo_queries_by_key(lm: LM, cache: StoreCache, tokens: Mapping[str, Tensor], start: int) -> dict[str, Tensor]:
     """Post-RoPE queries of several runs of pseudo-tokens `[m]`, each at the positions start .. start + m - 1."""
-    places = {key: torch.arange(start, start + len(ids)) for key, ids in tokens.items()}
-    return {key: pseudo_queries(lm, cache, ids, places[key])[0] for key, ids in tokens.items()}
+    positions = {key: torch.arange(start, start + len(ids)) for key, ids in tokens.items()}
+    return {key: pseudo_queries(lm, cache, ids, positions[key])[0] for key, ids in tokens.items()}
 
 
 @torch.inference_mode()
@@ -108,21 +113,35 @@ def repeat_scores(lm: LM, cache: StoreCache, repetition: Repetition, parts: Sequ
     Args:
         cache: that holds the prompt; what is fed leaves nothing in it.
     """
-    modules, found = hookable.layers_of(lm.model), []
+
+    def feed(ids: Tensor, handler: hooks.Handler) -> None:
+        with hooks.hooked(lm.model, handler, pre_rope=False, hidden=repetition.plus):
+            forward(lm, ids[0], cache.transient())
+
+    return torch.cat(score_parts(feed, hookable.layers_of(lm.model), repetition, [parts]))
+
+
+def score_parts(
+    feed: Feed, modules: Sequence[nn.Module], repetition: Repetition, parts: Sequence[Sequence[Part]]
+) -> list[Tensor]:
+    """Scores `[rows, kv_heads, prompt]` of the passes that repeat prompts, layer by layer: in a capture and live.
+
+    Args:
+        modules: the attention of the compressed layers.
+        parts: of each row. Prompts of one length have parts at the same positions, with as many tokens.
+    """
     projections = hookable.required_projections(modules) if repetition.plus else [None] * len(modules)
-    for part in parts:
-        scores: dict[int, Tensor] = {}
+    by_part: list[dict[int, Tensor]] = []
 
-        def score(call: hooks.Call, part: Part = part, scores: dict[int, Tensor] = scores) -> Tensor:
-            states = call.queries, call.keys, call.values
-            weight = projections[call.place]
-            scores[call.place] = repetition.scores(part, *states, call.softmax, call.hidden, weight)[0]
-            return call.attend()
+    def score(call: hooks.Call) -> Tensor:
+        states, weight = (call.queries, call.keys, call.values), projections[call.index]
+        by_part[-1][call.index] = repetition.scores(part, *states, call.softmax, call.hidden, weight)
+        return call.attend()
 
-        with hooks.hooked(lm.model, score, pre_rope=False, hidden=repetition.plus):
-            forward(lm, part.ids, cache.passing())
-        found.append(torch.stack([scores[place] for place in range(len(modules))]))
-    return torch.cat(found, -1)
+    for part, *others in zip(*parts, strict=True):
+        by_part.append({})
+        feed(torch.stack([each.ids for each in (part, *others)]), score)
+    return [torch.cat([scores[index] for scores in by_part], -1) for index in range(len(modules))]
 
 
 @torch.inference_mode()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvlab.core import hookable, hooks
-from kvlab.core.adapter import StoreCache, held_bytes
+from kvlab.core.adapter import StoreCache, layer_bytes
 from kvlab.core.geometry import geometry
-from kvlab.core.rotation import Rotation, candidates
+from kvlab.core.rotation import Rotation
 from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
 
@@ -47,7 +47,7 @@ class Recorder:
         queries, pre_queries: `[layers, heads, window + response, head_dim]`.
         accumulated: `[layers, heads, prompt]`; None where the plan does not ask for it.
         softmax: what the model makes of its products.
-        rotations: how each layer turns, by its place.
+        rotations: how each layer rotates, by its index.
         prefilling: whether what comes is the prompt.
     """
 
@@ -59,10 +59,9 @@ class Recorder:
         self.layers, self.heads = self.queries.shape[:2]
         pairs = zip(self.keys[:, None], self.values[:, None], strict=True)
         self.stores = [LayerStore.preallocated(keys, values) for keys, values in pairs]
-        self.cache, self._model = StoreCache(self.stores, lm.model), lm.model
+        self.cache, self._rotations = StoreCache(self.stores, lm.model), hooks.Rotations(lm.model)
         self.softmax = Softmax()
         self.rotations: dict[int, Rotation | None] = {}
-        self._choices: list[Rotation] = []
         self._sinks: dict[int, Tensor] = {}
         self.prefilling = True
 
@@ -72,25 +71,23 @@ class Recorder:
         kept = min(max(seen - self._first, 0), n)
         rows = slice(seen - self._first - kept, seen - self._first)
         if kept:
-            self.queries[call.place, :, rows] = call.queries[0, :, n - kept :]
-            self.pre_queries[call.place, :, rows] = call.pre_rope[0, :, n - kept :]
+            self.queries[call.index, :, rows] = call.queries[0, :, n - kept :]
+            self.pre_queries[call.index, :, rows] = call.pre_rope[0, :, n - kept :]
         self.softmax = call.softmax
         if self.prefilling:
-            # The tables may have been made anew for the length of this very prompt.
-            self._choices = list(candidates(self._model)) if call.place == 0 else self._choices
-            self.rotations[call.place] = call.rotation(self._choices)
+            self.rotations[call.index] = self._rotations.of(call)
         if call.sinks is not None:
-            self._sinks[call.place] = call.sinks
+            self._sinks[call.index] = call.sinks
         if self.accumulated is not None and self.prefilling:
             out, (gathered,) = call.attend_and_accumulate()
-            self.accumulated[call.place, :, :seen] += gathered
+            self.accumulated[call.index, :, :seen] += gathered
             return out
         return call.attend()
 
     @property
     def uncompressed_bytes(self) -> int:
         """What the layers left alone hold now."""
-        return sum(map(held_bytes, self.cache.others.values()))
+        return sum(map(layer_bytes, self.cache.others.values()))
 
     @property
     def sinks(self) -> Tensor | None:
@@ -98,4 +95,4 @@ class Recorder:
         if not self._sinks:
             return None
         none = torch.full((self.heads,), -torch.inf, dtype=torch.float32, device=self.keys.device)
-        return torch.stack([self._sinks.get(place, none).float() for place in range(self.layers)])
+        return torch.stack([self._sinks.get(index, none).float() for index in range(self.layers)])

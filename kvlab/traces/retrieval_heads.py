@@ -182,16 +182,16 @@ def needle_shares(trace: Trace, needle: Tensor) -> Tensor:
     visible = attention.last_visible(trace.steps, trace.length, trace.keys.device)
     needle = needle.to(trace.keys.device)
     layers = enumerate(zip(trace.response_queries, trace.keys, strict=True))
-    rows = [attention.weights(q, k, trace.softmax.row(place), visible) for place, (q, k) in layers]
+    rows = [attention.weights(q, k, trace.softmax.row(index), visible) for index, (q, k) in layers]
     shares = [weights[..., needle].sum(-1).mean(-1) for weights in rows]
     return torch.stack(shares).cpu()
 
 
 def _example(lm: LM, straw: str, depth: float, rng: random.Random) -> tuple[Tensor, Tensor, Tensor]:
     """A prompt's ids, the positions of its needle's tokens, and the ids of the answer, int64 `[tokens]` each."""
-    place = {"colour": rng.choice(COLOURS), "town": rng.choice(TOWNS)}
+    gate = {"colour": rng.choice(COLOURS), "town": rng.choice(TOWNS)}
     words = ", ".join(rng.sample(WORDS, SAID))
-    needle, question = NEEDLE.format(**place, words=words), QUESTION.format(**place)
+    needle, question = NEEDLE.format(**gate, words=words), QUESTION.format(**gate)
     # Between two sentences, so that the needle reads as one of its own.
     ends = re.finditer(r"[.!?]\s", straw[: int(depth * len(straw))])
     cut = max((end.end() for end in ends), default=0)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvlab.core import hookable, hooks
-from kvlab.core.autocast import outside_autocast
 from kvlab.errors import KvlabError
 from kvlab.inputs.models import lm_of
 from kvlab.lib import progress_bars
+from kvlab.lib.devices import outside_autocast
 from kvlab.lib.files import replacing
 from kvlab.methods import Policy
 from kvlab.traces.file_draft import Draft
@@ -115,7 +115,7 @@ def _recorded(lm: LM, plan: Recording, chat: str | bool, keep: Keep, into: Path 
     bar = progress_bars.layers(hookable.layers_of(lm.model), plan.work, "prompt", progress)
     # A trace is of the model in its own type, whatever its caller casts.
     with bar, outside_autocast(lm.device):
-        return placed(_in_memory(lm, plan, chat) if into is None else _in_file(lm, plan, chat, into), keep, lm.device)
+        return move(_in_memory(lm, plan, chat) if into is None else _in_file(lm, plan, chat, into), keep, lm.device)
 
 
 def _in_memory(lm: LM, plan: Recording, chat: str | bool) -> Trace:
@@ -138,7 +138,7 @@ def _in_file(lm: LM, plan: Recording, chat: str | bool, path: Path) -> Trace:
         else:
             made = _in_memory(lm, plan, chat)
             made.save(temporary)
-    return replace(Trace.load(path), lent=made.lent)
+    return replace(Trace.load(path), model_projections=made.model_projections)
 
 
 def _run(lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor]) -> Trace:
@@ -158,7 +158,7 @@ def _run(lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor
     from kvlab import __version__
 
     modules = hookable.layers_of(lm.model)
-    lent = hookable.projections_of(modules)
+    model_projections = hookable.projections_of(modules)
     return Trace(
         queries=recorder.queries,
         pre_queries=recorder.pre_queries,
@@ -173,9 +173,9 @@ def _run(lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor
         softcap=recorder.softmax.softcap,
         sinks=recorder.sinks,
         projections=torch.stack(hookable.required_projections(modules)) if plan.projection else None,
-        lent=lent,
+        model_projections=model_projections,
         repeated=repeated,
-        rotations=tuple(recorder.rotations[place] for place in range(recorder.layers)),
+        rotations=tuple(recorder.rotations[index] for index in range(recorder.layers)),
         layout=hookable.layout_of(lm.model),
         meta={
             "model": lm.signature,
@@ -184,11 +184,11 @@ def _run(lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor
             "response": "greedy" if plan.response is None else "given",
             "kvlab": __version__,
         }
-        | ({"uncompressed_bytes": held} if (held := recorder.uncompressed_bytes) else {}),
+        | ({"uncompressed_bytes": uncompressed} if (uncompressed := recorder.uncompressed_bytes) else {}),
     )
 
 
-def placed(trace: Trace, keep: Keep, device: torch.device) -> Trace:
+def move(trace: Trace, keep: Keep, device: torch.device) -> Trace:
     """A trace of a model on `device` where `capture(..., keep=)` leaves it."""
     if keep == "device" or device.type == "cpu":
         return trace.to(device)

@@ -23,7 +23,7 @@ from kvlab.inputs.models import lm_of
 from kvlab.lib import progress_bars
 from kvlab.lib.files import why
 from kvlab.traces.recording import Options, Recording, check_keep, planned, several
-from kvlab.traces.run import capture, placed
+from kvlab.traces.run import capture, move
 from kvlab.traces.trace import FORMAT, Trace
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ CODE = (
     "inputs/models/lm.py",
     "inputs/models/loading.py",
     "inputs/shapes.py",
-    "methods/_base/projecting.py",
     "methods/_base/repeating.py",
     "traces/file_draft.py",
     "traces/files.py",
@@ -103,13 +102,13 @@ def shared(
         KvlabError: as `kvlab.capture`, where the cache folder cannot be written, and for a `KVLAB_TRACES_GB` that is no
             number, or a file of one's own.
     """
-    given = signature(capture).bind(lm_of(lm), text_or_ids, *args, **options)
-    given.apply_defaults()
-    asked = {name: value for name, value in given.arguments.items() if name not in ("progress", "into")}
-    if given.arguments["into"] is not None:
+    bound = signature(capture).bind(lm_of(lm), text_or_ids, *args, **options)
+    bound.apply_defaults()
+    asked = {name: value for name, value in bound.arguments.items() if name not in ("progress", "into")}
+    if bound.arguments["into"] is not None:
         raise KvlabError(f"shared traces have their files in {folder()}: leave into out, or use kvlab.capture")
     check_keep(asked["keep"])
-    limit, progress = _limit(), given.arguments["progress"]
+    limit, progress = _limit(), bound.arguments["progress"]
     if several(text_or_ids, asked["response"]):
         return _each(list(text_or_ids), asked, limit, progress)
     return _one(asked, limit, progress)
@@ -153,13 +152,13 @@ def _one(asked: dict[str, Any], limit_gb: float, progress: bool | None, wait: fl
             except (KvlabError, FileNotFoundError):
                 path.unlink(missing_ok=True)
             else:
-                return placed(trace, keep, lm.device)
+                return move(trace, keep, lm.device)
         # A long one is never held in memory besides.
         into = path if plan.chunk < len(plan.ids) else None
         trace = capture(**asked, into=into, progress=progress)
         if into is None:
             # What lies in the file need not lie in memory, too: twenty documents of 2,000 tokens are 5 GB.
-            trace = placed(Trace.load(trace.save(path)), keep, lm.device)
+            trace = move(Trace.load(trace.save(path)), keep, lm.device)
     prune(limit_gb)
     return trace
 
@@ -193,13 +192,13 @@ def prune(limit_gb: float | None = None) -> list[Path]:
 
 
 def _limit() -> float:
-    given = os.environ.get("KVLAB_TRACES_GB", LIMIT_GB)
+    value = os.environ.get("KVLAB_TRACES_GB", LIMIT_GB)
     try:
-        limit = float(given)
+        limit = float(value)
     except ValueError:
         limit = math.nan
     if not limit >= 0:
-        raise KvlabError(f"KVLAB_TRACES_GB must be a number of gigabytes, such as {LIMIT_GB:g}, and not {given!r}")
+        raise KvlabError(f"KVLAB_TRACES_GB must be a number of gigabytes, such as {LIMIT_GB:g}, and not {value!r}")
     return limit
 
 

@@ -20,9 +20,10 @@ from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
 from kvlab.lib.devices import resolved
 from kvlab.lib.files import parsed, replacing
+from kvlab.lib.renamed import Renamed
 from kvlab.methods._base.prompt import Asks, Prompt
 from kvlab.traces.checks import check, check_kinds
-from kvlab.traces.files import BLANK, CHECKSUM, apart, checksum, layout_of, popped, rotations_of, sign
+from kvlab.traces.files import BLANK, CHECKSUM, checksum, layout_of, pop_prefix, rotations_of, separate, write_checksum
 from kvlab.traces.hook_names import named
 
 T = TypeVar("T")
@@ -30,7 +31,7 @@ T = TypeVar("T")
 FORMAT = "kvlab-trace-2"
 MIXED = "kvlab-trace-3"  # with what older versions do not know: a soft cap, sinks, layers left alone, projections
 UNCHECKED = "kvlab-trace-1"  # written before traces had checksums
-GIVEN = "given"
+ANY_POLICY = "given"
 Keep = Literal["device", "cpu", "pinned"]
 """Where a captured trace lies: where the model is, in the CPU's memory, or there in page-locked memory."""
 
@@ -55,8 +56,8 @@ class Trace:
         softcap: what they level off at; None where the model does not cap them.
         sinks: `[layers, heads]`, learnt logits of no key; None where the model has none.
         projections: `[layers, hidden, heads x head_dim]`, the output projections; None where not asked for.
-        lent: the same as the model's own weights, which this process still has in memory and no file keeps; None for a
-            trace from elsewhere.
+        model_projections: the output projections as the model's own weights, while this process has them in memory. No
+            file keeps them; None for a trace from elsewhere.
         repeated: `[layers, kv_heads, prompt]`, scores of passes that repeat the prompt, by the key of each repetition.
         rotations: how each layer turns queries and keys by their positions; None of one that does it in a way unknown
             to kvlab, and for all of a trace from elsewhere.
@@ -77,12 +78,14 @@ class Trace:
     softcap: float | None = None
     sinks: Tensor | None = None
     projections: Tensor | None = None
-    lent: tuple[Tensor, ...] | None = field(default=None, repr=False)
+    model_projections: tuple[Tensor, ...] | None = field(default=None, repr=False)
     repeated: dict[str, Tensor] = field(default_factory=dict)
     rotations: tuple[Rotation | None, ...] | None = None
     layout: Layout = None  # type: ignore[reportAssignmentType]  # made from the tensors where it is not given
     meta: dict[str, Any] = field(default_factory=dict)
     _shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    lent = Renamed("model_projections")
 
     def __post_init__(self):
         self.layout = self.layout or Layout.whole(self.keys.shape[0] if self.keys.dim() else 0)
@@ -124,7 +127,7 @@ class Trace:
             KvlabError: shapes that do not fit together.
         """
         check_kinds(queries=queries, keys=keys, values=values, **({} if ids is None else {"ids": ids}))
-        pseudo = {GIVEN: pseudo} if isinstance(pseudo, Tensor) else dict(pseudo or {})
+        pseudo = {ANY_POLICY: pseudo} if isinstance(pseudo, Tensor) else dict(pseudo or {})
         made = cls(
             queries,
             keys,
@@ -222,7 +225,7 @@ class Trace:
             max_new_tokens=self.steps,
             scaling=self.softmax,
             perplexity=partial(_perplexity, self.nll, self.prompt_length, self.n_layers),
-            projections=self.lent if self.projections is None else list(self.projections),
+            projections=self.model_projections if self.projections is None else list(self.projections),
             rotations=self.rotations,
             pre_queries=None if pre is None else pre[:, :, :before],
             repeated=self.repeated,
@@ -284,16 +287,16 @@ class Trace:
         Raises:
             KvlabError: no such device here, or pinned memory that is not the CPU's.
         """
-        place = resolved(device)
-        if pinned and place.type != "cpu":
-            raise KvlabError(f"pinned memory is the CPU's: use device='cpu', and not {str(place)!r}")
+        target = resolved(device)
+        if pinned and target.type != "cpu":
+            raise KvlabError(f"pinned memory is the CPU's: use device='cpu', and not {str(target)!r}")
         if pinned and not torch.accelerator.is_available():
             raise KvlabError("memory is pinned for a GPU to copy from, and torch finds none here; leave pinned out")
 
         def moved(tensor: Tensor | None) -> Tensor | None:
-            if tensor is None or (tensor.device == place and (not pinned or tensor.is_pinned())):
+            if tensor is None or (tensor.device == target and (not pinned or tensor.is_pinned())):
                 return tensor
-            return tensor.to(place).pin_memory() if pinned else tensor.to(place)
+            return tensor.to(target).pin_memory() if pinned else tensor.to(target)
 
         named = {name: getattr(self, name) for name in _TENSORS}
         there = {name: moved(tensor) for name, tensor in named.items()}
@@ -325,8 +328,8 @@ class Trace:
         path = Path(path)
         try:
             with replacing(path) as temporary:
-                save_file(apart(self._tensors()), temporary, self.described())
-                sign(temporary)
+                save_file(separate(self._tensors()), temporary, self.described())
+                write_checksum(temporary)
         except SafetensorError as error:
             raise KvlabError(f"cannot write {path}: {error}") from None
         return path
@@ -344,18 +347,20 @@ class Trace:
         """
         from safetensors import safe_open
 
-        path, place = Path(path), resolved(device)
+        path, target = Path(path), resolved(device)
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
-            header, told = parsed(metadata.get("kvlab", "{}")), metadata.get(CHECKSUM)
+            header, recorded = parsed(metadata.get("kvlab", "{}")), metadata.get(CHECKSUM)
             if not isinstance(header, dict) or header.get("format") not in (FORMAT, MIXED, UNCHECKED):
                 raise KvlabError(f"{path} is a safetensors file but no kvlab trace")
             # One byte can make the format another or the checksum vanish, but not both.
-            if (header["format"] != UNCHECKED or told is not None) and checksum(path, told or BLANK)[0] != told:
+            if (header["format"] != UNCHECKED or recorded is not None) and checksum(path, recorded or BLANK)[
+                0
+            ] != recorded:
                 raise KvlabError(f"{path} is damaged: its bytes are not those of its checksum; capture it again")
             tensors: dict[str, Any] = load_file(path)
-            by_key: dict[str, Any] = {name: popped(tensors, f"{name}/") for name in _BY_KEY}
+            by_key: dict[str, Any] = {name: pop_prefix(tensors, f"{name}/") for name in _BY_KEY}
             made = cls(
                 prompt_length=header["prompt_length"],
                 scaling=header["scaling"],
@@ -377,7 +382,7 @@ class Trace:
             check(made)
         except KvlabError as error:
             raise KvlabError(f"{path} is damaged or not a kvlab trace ({error}); capture it again") from None
-        return made.to(place)
+        return made.to(target)
 
 
 # Those that move with a trace, besides those by key.
@@ -400,6 +405,15 @@ def _perplexity(nll: Tensor | None, prompt_length: int, n_layers: int, n: int) -
 
 
 def _pseudo_for(pseudo: Mapping[str, Tensor], policy: Asks) -> Tensor | None:
-    given = pseudo.get(GIVEN)
+    for_any = pseudo.get(ANY_POLICY)
     asked = policy.needs.pseudo
-    return given if asked is None else pseudo.get(asked.key, given)
+    return for_any if asked is None else pseudo.get(asked.key, for_any)
+
+
+def opened(trace: Trace | str | Path) -> Trace:
+    """A trace, or the one that was saved at that path. Raises KvlabError for anything else."""
+    if isinstance(trace, Trace):
+        return trace
+    if isinstance(trace, str | Path):
+        return Trace.load(trace)
+    raise KvlabError(f"a trace is what kvlab.capture gives, or the path where one was saved, and not {trace!r:.60}")

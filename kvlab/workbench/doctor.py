@@ -156,7 +156,7 @@ def models() -> Finding:
     from kvlab.inputs.models import cached
     from kvlab.inputs.packs import gigabytes, home
 
-    downloaded = cached.held()
+    downloaded = cached.cached_models()
     if not downloaded:
         return Finding("models", GOOD, f"none in {home() / 'models'}")
     shown = ", ".join(f"{model.name} ({gigabytes(model.size)}, {model.about})" for model in downloaded)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvlab.inputs.models.cached import Held
+    from kvlab.inputs.models.cached import CachedModel
     from kvlab.lib.references import Paper
 
 
@@ -105,7 +105,7 @@ def _models() -> list[dict[str, Any]]:
     """The known models, then those of a user's own GGUF files that were converted."""
     from kvlab.inputs.models import MODELS, cached, sources
 
-    downloaded = {model.name: model for model in cached.held()}
+    downloaded = {model.name: model for model in cached.cached_models()}
     known = [
         {
             "name": name,
@@ -122,7 +122,7 @@ def _models() -> list[dict[str, Any]]:
     return [entry | _cache(downloaded.get(entry["name"])) for entry in [*known, *others]]
 
 
-def _cache(cached: Held | None) -> dict[str, Any]:
+def _cache(cached: CachedModel | None) -> dict[str, Any]:
     """What lies in the cache of a model: its state in words, bytes and folder."""
     return {
         "cached": cached and cached.about,

@@ -17,7 +17,7 @@ from kvlab import papers
 from kvlab.analyses.speed import footprint, ratios, timings
 from kvlab.bench import clock, meters, timing
 from kvlab.errors import KvlabError
-from kvlab.live.gather import gather
+from kvlab.live.shared_prefill import shared_prefill
 
 BUDGET = 24
 NAMES = ("h2o", "zsmerge", "rocketkv", "streamingllm")
@@ -72,7 +72,7 @@ def test_the_plain_cache_of_a_prefill_goes_on_like_transformers_own(tiny, chosen
     with torch.inference_mode():
         own = lm.model(ids, use_cache=True)
         assert isinstance(own.past_key_values, DynamicCache)
-        with gather(lm.model, [method for method in chosen.values() if method is not None]):
+        with shared_prefill(lm.model, [method for method in chosen.values() if method is not None]):
             prefilled = lm.model(ids, use_cache=True).past_key_values
         token = own.logits[:, -1:].argmax(-1)
         for _ in range(2):  # one prefill serves several runs

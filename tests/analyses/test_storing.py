@@ -19,10 +19,10 @@ def store(dtype, storage, n=300):
     generator = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(2, 3, n, 64, generator=generator).to(dtype) for _ in range(2))
     made = LayerStore(keys, values)
-    made.hold(storage)
+    made.set_storage(storage)
     for _ in range(40):
         made.append(keys[:, :, :1], values[:, :, :1])
-        made.settle()
+        made.quantise_pending()
     return made
 
 

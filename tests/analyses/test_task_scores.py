@@ -106,8 +106,8 @@ def test_what_morphkv_gains_from_the_prompt_it_reads_at_its_first_step_does_not_
 def test_a_run_prefills_once_and_goes_on_where_it_was_cut_off(lm, needle, tmp_path, monkeypatch):
     path = tmp_path / "answers.jsonl"
     prefills = []
-    real = scores.gather
-    monkeypatch.setattr(scores, "gather", lambda *args: prefills.append(1) or real(*args))
+    real = scores.shared_prefill
+    monkeypatch.setattr(scores, "shared_prefill", lambda *args: prefills.append(1) or real(*args))
     wanted = [(method, "prompt") for method in POLICIES[1:3]]
     first = scores.measure(lm, [([needle], wanted)], path)
     assert len(prefills) == 1

@@ -21,7 +21,7 @@ def good(tmp_path_factory):
     """A folder with a model of a few kilobytes, its tokenizer and template."""
     file = tiny_gguf.write(tmp_path_factory.mktemp("file") / "tiny.gguf")
     folder = tmp_path_factory.mktemp("good")
-    conversion._convert(*conversion._looked_at(file), folder, "tiny", progress=False)
+    conversion._convert(*conversion._read_skeleton(file), folder, "tiny", progress=False)
     return folder
 
 

@@ -33,7 +33,7 @@ def test_the_layers_that_see_the_whole_past_are_compressed(tiny, family):
     assert table[table.compressed].layer.tolist() == compressed == list(lm.layout.compressed)
     assert set(table[table.compressed].sees) == {WHOLE} and set(table[~table.compressed].sees) == {other}
     assert [module.layer_idx for module in hookable.layers_of(lm.model)] == compressed
-    assert [lm.layout.place(layer) for layer in compressed] == [0, 1]
+    assert [lm.layout.index(layer) for layer in compressed] == [0, 1]
     assert lm.layout.mixed and lm.layout.others == tuple(table[~table.compressed].layer)
 
 
@@ -51,16 +51,16 @@ def test_a_model_that_sees_nothing_but_windows_is_compressed_as_a_whole(tiny):
 def test_a_layer_that_is_not_compressed_has_no_place(tiny):
     layout = tiny("hybrid-gemma3").layout
     with pytest.raises(KvlabError) as caught:
-        layout.place(3)
+        layout.index(3)
     assert str(caught.value) == (
         "layer 3 sees a window of 16 tokens and keeps its own cache, which no policy compresses; compressed are layers "
         "2 and 4"
     )
     with pytest.raises(KvlabError, match=r"compressed is layer 0$"):
-        Layout((WHOLE, "a convolution"), (0,)).place(1)
+        Layout((WHOLE, "a convolution"), (0,)).index(1)
     for layer in (-1, 5):
         with pytest.raises(KvlabError, match=rf"layer {layer} is outside 0 \.\. 4"):
-            layout.place(layer)
+            layout.index(layer)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -75,7 +75,7 @@ def test_the_others_compute_what_they_did_before(tiny, family):
     seen = []
 
     def handler(call):
-        seen.append((call.layer, call.place, call.queries.shape[2], call.pre_rope.shape == call.queries.shape))
+        seen.append((call.layer, call.index, call.queries.shape[2], call.pre_rope.shape == call.queries.shape))
         return call.attend()
 
     with hooks.hooked(lm.model, handler):
@@ -94,7 +94,7 @@ def test_a_failing_handler_leaves_a_hybrid_model_as_it_was(tiny, family):
         logits = lm.model(ids).logits
 
         def handler(call):
-            if call.place == 1:
+            if call.index == 1:
                 raise KeyboardInterrupt
             return call.attend()
 
@@ -148,11 +148,14 @@ def test_twins_rows_and_joined_layers_go_on_like_their_originals(tiny, family):
 
     with torch.no_grad():
         cache = model(ids, use_cache=True).past_key_values
-        held = [adapter.held_bytes(cache.layers[number]) for number in others]
-        twin, second = copied(cache, adapter.twin), copied(cache, lambda x: adapter.rows_of(x, torch.tensor([1])))
-        halves = [copied(cache, lambda x, row=row: adapter.rows_of(x, torch.tensor([row]))) for row in (0, 1)]
+        held = [adapter.layer_bytes(cache.layers[number]) for number in others]
+        twin, second = (
+            copied(cache, adapter.copy_layer),
+            copied(cache, lambda x: adapter.copy_rows(x, torch.tensor([1]))),
+        )
+        halves = [copied(cache, lambda x, row=row: adapter.copy_rows(x, torch.tensor([row]))) for row in (0, 1)]
         joined = DynamicCache(config=model.config)
-        joined.layers[:] = [adapter.joined(pair) for pair in zip(*(half.layers for half in halves), strict=True)]
+        joined.layers[:] = [adapter.join_layers(pair) for pair in zip(*(half.layers for half in halves), strict=True)]
         expected = run(cache, more)
         # None of them was touched by what the original was fed.
         for other, tokens, rows in (

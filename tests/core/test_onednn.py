@@ -30,7 +30,7 @@ def pair(inputs, outputs, bias=False, **kind):
     """A large layer of torch's, and the same one hastened."""
     plain = torch.nn.Linear(inputs, outputs, bias=bias, **kind)
     hastened = copy.deepcopy(plain)
-    onednn.hasten(hastened)
+    onednn.use_onednn(hastened)
     return plain, hastened
 
 
@@ -143,7 +143,7 @@ def test_gradients_other_types_and_small_or_special_layers_are_torchs(on):
         pass
 
     small, special = torch.nn.Linear(16, 16), Special(256, 256)
-    onednn.hasten(torch.nn.Sequential(small, special))
+    onednn.use_onednn(torch.nn.Sequential(small, special))
     assert type(small) is torch.nn.Linear and type(special) is Special
 
 

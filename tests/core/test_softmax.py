@@ -99,8 +99,8 @@ def test_rows_of_layers_have_their_own_sinks():
 
 
 def test_what_policies_are_told_is_a_number_where_that_is_all():
-    assert Softmax(0.3).told == 0.3 and Softmax().told is None
-    assert KINDS["capped"].told is KINDS["capped"] and Softmax.of(KINDS["both"]) is KINDS["both"]
+    assert Softmax(0.3).scaling == 0.3 and Softmax().scaling is None
+    assert KINDS["capped"].scaling is KINDS["capped"] and Softmax.of(KINDS["both"]) is KINDS["both"]
     assert Softmax.of(0.25).factor == 0.25 and Softmax().scale(16) == 0.25
 
 

@@ -15,7 +15,7 @@ from support import oracles
 from support.oracles.core import Slot
 
 import kvlab
-from kvlab.core.kivi import apart, rounded, together
+from kvlab.core.kivi import pack_codes, rounded, unpack_codes
 from kvlab.core.storage import STORAGES, Storage, kivi, stored_as
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
@@ -49,7 +49,7 @@ class Twin:
         self.given = keys.clone(), values.clone()
         self.borrowed = keys, values
         self.store, self.seen = LayerStore(keys, values), n
-        self.store.hold(storage)
+        self.store.set_storage(storage)
         self.storages = [[make() for _ in range(HEADS)] for _ in range(ROWS)]
         self.heads = [[self.slots(keys[r, h], values[r, h], 0) for h in range(HEADS)] for r in range(ROWS)]
         self.settle()
@@ -80,7 +80,7 @@ class Twin:
         for r, h, slots in self.every:
             slots += self.slots(keys[r, h], values[r, h], self.seen)
         self.seen += n
-        self.store.settle()
+        self.store.quantise_pending()
         self.settle()
 
     def several(self):
@@ -168,7 +168,7 @@ class Twin:
         everything = torch.arange(longest).where(positions >= 0, -1)
         assert store.bytes_of(everything) == store.kv_bytes
         if longest:
-            for some, whole in zip(store.taken(everything), (keys, values), strict=True):
+            for some, whole in zip(store.gather(everything), (keys, values), strict=True):
                 assert torch.equal(some[positions >= 0], whole[positions >= 0])
             for some, whole in zip(store.since(longest // 2), (keys, values), strict=True):
                 assert torch.equal(some, whole[:, :, longest // 2 :])
@@ -240,7 +240,7 @@ def test_int8_and_fp8_are_as_near_as_their_steps(vector):
         ("fp8", keys.abs() / 16 + keys.abs().max() / 2**18),
     ):
         store = LayerStore(keys, keys)
-        store.hold(stored_as(form))
+        store.set_storage(stored_as(form))
         assert ((store.keys - keys).abs() <= furthest).all(), form
 
 
@@ -248,8 +248,8 @@ def test_int8_and_fp8_are_as_near_as_their_steps(vector):
 @given(bits=st.sampled_from([2, 4]), seed=st.integers(0, 10**6), width=st.integers(1, 6))
 def test_packing_loses_nothing(bits, seed, width):
     codes = torch.randint(2**bits, (3, 8 * width), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    packed = together(codes, bits)
-    assert packed.shape == (3, width * bits) and torch.equal(apart(packed, bits), codes)
+    packed = pack_codes(codes, bits)
+    assert packed.shape == (3, width * bits) and torch.equal(unpack_codes(packed, bits), codes)
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -257,7 +257,7 @@ def test_packing_loses_nothing(bits, seed, width):
 def test_the_newest_are_exact_and_the_others_in_groups(bits, n):
     keys, values = fresh(n, 0, (1, 2), 64)
     store = LayerStore(keys, values)
-    store.hold(STORAGES[f"kivi-{bits}"])
+    store.set_storage(STORAGES[f"kivi-{bits}"])
     left = max(n - 128, 0) // 32 * 32
     assert torch.equal(store.keys[:, :, left:], keys[:, :, left:])
     assert torch.equal(store.values[:, :, left:], values[:, :, left:])
@@ -278,7 +278,7 @@ def test_the_newest_are_exact_and_the_others_in_groups(bits, n):
 def test_an_eviction_changes_nothing_of_what_survives(seed, bits):
     generator = torch.Generator().manual_seed(seed)
     store = LayerStore(*fresh(40, seed))
-    store.hold(kivi(bits, GROUP, RESIDUAL))
+    store.set_storage(kivi(bits, GROUP, RESIDUAL))
     for _ in range(4):
         keys, values, positions = store.keys, store.values, store.positions
         keep = torch.rand(ROWS, HEADS, store.length, generator=generator) < 0.7
@@ -295,7 +295,7 @@ def test_an_eviction_changes_nothing_of_what_survives(seed, bits):
 
 def test_groups_live_as_long_as_an_entry_refers_to_them():
     store = LayerStore(*fresh(4 * GROUP + RESIDUAL, 0, (1, 1)))
-    store.hold(kivi(4, GROUP, RESIDUAL))
+    store.set_storage(kivi(4, GROUP, RESIDUAL))
     group, entry, exact = DIM * 4, DIM + DIM // GROUP * 4, 2 * DIM * 4
     assert store.kv_bytes == 4 * group + 4 * GROUP * entry + RESIDUAL * exact
     store.evict(torch.tensor([0, 5, 6, 12, 18, 20]).view(1, 1, -1))
@@ -316,7 +316,7 @@ def test_taken_slots_may_be_padded_and_keys_and_values_may_lie_differently(lie):
         store.drop(0)
         keys, values = keys[:, :, 1:], values[:, :, 1:]
     slots = torch.tensor([[[0, 3, 38], [2, -1, -1]], [[5, 6, -1], [38, -1, -1]]])
-    for found, whole in zip(store.taken(slots), (keys, values), strict=True):
+    for found, whole in zip(store.gather(slots), (keys, values), strict=True):
         for r, h, n in (slots >= 0).nonzero().tolist():
             assert torch.equal(found[r, h, n], whole[r, h, slots[r, h, n]])
         assert found.isfinite().all(), "what stands for an empty slot is weighed by zero, which no NaN bears"
@@ -325,21 +325,21 @@ def test_taken_slots_may_be_padded_and_keys_and_values_may_lie_differently(lie):
 def test_memory_is_freed_when_the_prompt_is_rounded():
     store = LayerStore(*fresh(4000, 0, (1, 2), 64))
     before = store.allocated_bytes
-    store.hold(STORAGES["kivi-2"])
+    store.set_storage(STORAGES["kivi-2"])
     assert store.positions.dtype == torch.int64
     assert store.allocated_bytes < 1.25 * store.kv_bytes < before / 5
 
 
 def test_beams_share_groups_and_part_ways():
     store = LayerStore(*fresh(60, 1, (1, 2)))
-    store.hold(kivi(4, GROUP, RESIDUAL))
+    store.set_storage(kivi(4, GROUP, RESIDUAL))
     keys = store.keys
     store.reorder(torch.tensor([0, 0, 0]))
     assert torch.equal(store.keys, keys.expand(3, -1, -1, -1))
     new = fresh(1, 2, (3, 2))
     for _ in range(9):
         store.append(*new)
-        store.settle()
+        store.quantise_pending()
     assert torch.equal(store.keys[:, :, :50], keys[:, :, :50].expand(3, -1, -1, -1))
     store.expand(4)
     assert torch.equal(store.keys[0, :2, :50], keys[0, :1, :50].expand(2, -1, -1))
@@ -350,14 +350,14 @@ def test_one_form_after_another(form):
     """Another session may take a cache over."""
     keys, values = fresh(30, 3)
     store = LayerStore(keys, values)
-    store.hold(stored_as("int8"))
+    store.set_storage(stored_as("int8"))
     read = store.keys.clone(), store.values.clone()
     expected = LayerStore(*read)
-    expected.hold(FORMS[form][0])
-    store.hold(FORMS[form][0])
+    expected.set_storage(FORMS[form][0])
+    store.set_storage(FORMS[form][0])
     assert torch.equal(store.keys, expected.keys) and torch.equal(store.values, expected.values)
     again = copy.deepcopy(store)
-    store.hold(FORMS[form][0])
+    store.set_storage(FORMS[form][0])
     assert torch.equal(store.keys, again.keys), "nothing is rounded twice"
 
 

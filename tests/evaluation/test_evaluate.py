@@ -21,7 +21,7 @@ import kvlab
 from kvlab import evaluation
 from kvlab.errors import KvlabError
 from kvlab.lib.intervals import bounded
-from kvlab.live.gather import gather
+from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods._base.lookup import HeadScores
 from kvlab.tasks.base import Example
 
@@ -73,7 +73,7 @@ def test_compressed_at_the_context_nothing_is_known_of_the_question(words, examp
     for asked in (example, other):
         fed = evaluation.feed(words, asked, "context")
         assert fed.context == 60 and fed.ids.shape == (1, 65)
-        with gather(words.model, [POLICIES[1]]), torch.inference_mode():
+        with shared_prefill(words.model, [POLICIES[1]]), torch.inference_mode():
             prefilled = words.model(fed.ids[:, :60]).past_key_values
         session = kvlab.compress(words.model, kvlab.policy("snapkv", budget=14, window=6), turns="leave")
         with session, pytest.raises(KvlabError, match="last 6 queries"):

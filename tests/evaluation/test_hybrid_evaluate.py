@@ -23,7 +23,7 @@ from kvlab.compile import trials
 from kvlab.compile.contexts import pool
 from kvlab.evaluation import results
 from kvlab.inputs.corpus import Document
-from kvlab.live.gather import gather
+from kvlab.live.shared_prefill import shared_prefill
 from kvlab.render.figures import evaluation as figures
 from kvlab.traces.retrieval_heads import measure
 
@@ -112,7 +112,7 @@ def test_the_memory_of_other_layers_is_a_row_of_its_own(monkeypatch):
 def test_a_prefill_goes_on_as_transformers_own_cache(tiny, family):
     lm, ids = tiny(family), torch.arange(3, 63)[None]
     expected = lm.model(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1]
-    with gather(lm.model, [kvlab.policy("full")]):
+    with shared_prefill(lm.model, [kvlab.policy("full")]):
         prefilled = lm.model(ids).past_key_values
     cache = plain_cache(prefilled)
     torch.testing.assert_close(

@@ -46,7 +46,7 @@ def of(name) -> dict:
 
 
 def test_every_step_of_a_pull_is_listed(entry, tmp_path):
-    assert cached.held() == [] and of("tiny")["cached"] is None
+    assert cached.cached_models() == [] and of("tiny")["cached"] is None
     put_parts(entry, tmp_path, 1)
     assert of("tiny")["cached"] == "1 of 2 parts fetched" and of("tiny")["cached_bytes"] == entry.parts[0].size
     put_parts(entry, tmp_path, 2)
@@ -88,7 +88,7 @@ def test_a_users_file_is_listed_and_removed_by_its_name(entry, tmp_path):
     freed = packs.gigabytes(lines()[-1]["cached_bytes"])
     done = CliRunner().invoke(app, ["remove", name])
     assert done.exit_code == 0 and done.stdout == f"{name}: removed, {freed} freed\n"
-    assert cached.held() == [] and (tmp_path / "tiny.gguf").is_file()
+    assert cached.cached_models() == [] and (tmp_path / "tiny.gguf").is_file()
     assert models.load(tmp_path / "tiny.gguf", device="cpu").sha256 == lm.sha256
 
 
@@ -96,7 +96,7 @@ def test_removing_takes_the_parts_too_and_says_what_it_freed(entry, tmp_path):
     put_parts(entry, tmp_path, 2)
     models.pull("tiny", progress=False)
     put_parts(entry, tmp_path, 1)
-    before = cached.held()[0].size
+    before = cached.cached_models()[0].size
     assert cached.remove("tiny") == before > entry.parts[0].size
     assert [path.name for path in entry.folder.parent.iterdir()] == [".tiny-1.0.lock"]
     assert doctor.models().found == f"none in {packs.home() / 'models'}"
@@ -106,7 +106,7 @@ def test_a_folder_of_an_earlier_version_is_shown_and_goes_by_its_own_name(entry)
     old = entry.folder.with_name("tiny-0.9")
     old.mkdir(parents=True)
     (old / "model.safetensors").write_bytes(b"\0" * 1000)
-    assert [(model.name, model.size, model.about) for model in cached.held()] == [
+    assert [(model.name, model.size, model.about) for model in cached.cached_models()] == [
         ("tiny-0.9", 1000, "of an earlier version")
     ]
     assert cached.remove("tiny-0.9") == 1000 and not old.exists()
@@ -121,7 +121,7 @@ def test_names_that_are_not_there(entry, tmp_path):
     for name in ("", ".", "..", "../..", ".parts-tiny-1.0", "/"):
         with pytest.raises(KvlabError, match="unknown model"):
             cached.remove(name)
-    assert len(cached.held()) == 1
+    assert len(cached.cached_models()) == 1
 
 
 def test_what_is_being_made_is_not_removed(entry, tmp_path):
@@ -151,7 +151,7 @@ def test_a_removal_that_is_killed_leaves_no_half_model(entry, tmp_path):
     models.pull("tiny", progress=False)
     done = subprocess.run([sys.executable, "-c", KILLED.replace("ENTRY", repr(entry))])
     assert done.returncode == -9
-    assert not entry.folder.exists() and cached.held() == []
+    assert not entry.folder.exists() and cached.cached_models() == []
     put_parts(entry, tmp_path, 2)
     assert models.load("tiny", device="cpu").n_layers == tiny_gguf.LAYERS
     cached.remove("tiny")
@@ -172,7 +172,7 @@ def test_what_a_killed_conversion_left_is_listed_and_removed(tmp_path, own_home)
     assert (line["summary"], line["cached_bytes"]) == ("left by a conversion that was cut off", 3000)
     assert "gguf-1-0123abcd (0.0 MB, left by a conversion that was cut off)" in doctor.models().found
     with FileLock(own_home / "models" / ".gguf-1-0123abcd.lock"):
-        assert cached.held() == [], "one that is under way is nothing that is left"
+        assert cached.cached_models() == [], "one that is under way is nothing that is left"
     done = CliRunner().invoke(app, ["remove", "gguf-1-0123abcd"])
     assert done.exit_code == 0 and done.stdout == "gguf-1-0123abcd: removed, 0.0 MB freed\n"
-    assert not stage.exists() and cached.held() == []
+    assert not stage.exists() and cached.cached_models() == []

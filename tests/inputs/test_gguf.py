@@ -38,7 +38,7 @@ def converted(path) -> dict[str, torch.Tensor]:
 def filled(path, folder) -> dict[str, torch.Tensor]:
     """As `converted`, for an architecture that the rest of kvlab may refuse."""
     folder.mkdir()
-    conversion._convert(*conversion._looked_at(path), folder, "tiny", progress=False)
+    conversion._convert(*conversion._read_skeleton(path), folder, "tiny", progress=False)
     return {name: tensor for file in weight_files(folder) for name, tensor in load_file(file).items()}
 
 

@@ -106,7 +106,7 @@ def test_a_response_ends_at_the_files_token_and_at_those_of_its_kind(tmp_path, o
     path = tiny_gguf.write(tmp_path / "a.gguf", architecture=architecture, pre=pre)
     folder = tmp_path / "made"
     folder.mkdir()
-    conversion._convert(*conversion._looked_at(path), folder, "tiny", progress=False)
+    conversion._convert(*conversion._read_skeleton(path), folder, "tiny", progress=False)
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == ends
 
 

@@ -17,7 +17,7 @@ import kvlab
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
 from kvlab.live.fidelity import closed_against_open, fidelity
-from kvlab.live.gather import gather
+from kvlab.live.shared_prefill import shared_prefill
 
 # One of each kind: prefill alone, pseudo-tokens, all layers at once, while decoding, merging, selection, both.
 KINDS = ("snapkv", "dapq", "zigzagkv", "h2o", "zsmerge", "sparq", "rocketkv")
@@ -299,7 +299,7 @@ def test_sessions_branch_off_from_one_prefill_and_join_again(tiny, family):
             past = lm.model(ids).past_key_values
             logits = [lm.model(token[:, None], past_key_values=past).logits for token in fed.unbind(1)]
         expected.append((torch.cat(logits, 1), [sets(session.kept(layer)) for layer in lm.layout.compressed]))
-    with gather(lm.model, policies):
+    with shared_prefill(lm.model, policies):
         prefilled = lm.model(ids).past_key_values
     ended = []
     for one, (logits, kept) in zip(policies, expected, strict=True):
@@ -339,7 +339,7 @@ def test_a_branch_whose_first_step_ends_the_prompt_knows_the_models_factor(tiny,
     """It has made no forward pass of its own by then; 1 / sqrt(head_dim) is wrong for all but gpt-oss."""
     lm, ids = hybrid(tiny, family), prompt(45, seed=1)
     Told.scalings.clear()
-    with gather(lm.model, [Told()]):
+    with shared_prefill(lm.model, [Told()]):
         prefilled = lm.model(ids).past_key_values
     with kvlab.compress(lm.model, Told()) as session:
         lm.model(ids[:, :1], past_key_values=session.branch(prefilled))
@@ -351,7 +351,7 @@ def test_a_branch_whose_first_step_ends_the_prompt_knows_the_models_factor(tiny,
         assert told.sinks is None if family != "hybrid-gpt-oss" else torch.equal(told.sinks, module.sinks)
     assert family == "hybrid-gpt-oss" or modules[0].scaling != 16**-0.5
     policy = small("snapkv")
-    with gather(lm.model, [policy]):
+    with shared_prefill(lm.model, [policy]):
         prefilled = lm.model(ids).past_key_values
     with kvlab.compress(lm.model, policy) as session:
         lm.model(ids[:, :1], past_key_values=session.branch(prefilled))

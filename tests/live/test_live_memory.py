@@ -8,8 +8,8 @@ import torch
 import kvlab
 from kvlab.core import attention
 from kvlab.live import passes
-from kvlab.live.gather import gather
 from kvlab.live.shared_findings import Memory
+from kvlab.live.shared_prefill import shared_prefill
 from tests.support.live_runs import SMALL, small
 from tests.support.tensors import sets
 
@@ -20,7 +20,7 @@ def prompt(n, seed=0):
 
 @torch.inference_mode()
 def prefill(lm, policies, ids):
-    with gather(lm.model, policies):
+    with shared_prefill(lm.model, policies):
         past = lm.model(ids, use_cache=True).past_key_values
     past.memory = Memory()
     return past
@@ -88,7 +88,7 @@ def test_a_branch_that_is_fed_and_a_prompt_that_goes_on_look_anew(tiny):
             session.end_prompt()
         assert kept(session) == kept(alone(lm, policy, torch.cat([ids, rest], 1)))
     assert kept(branched(lm, policy, past)) == kept(alone(lm, policy, ids)), "the first prompt is as it was"
-    gathered = gather(lm.model, [policy])
+    gathered = shared_prefill(lm.model, [policy])
     with gathered, torch.inference_mode():
         past = lm.model(ids, use_cache=True).past_key_values
     past.memory = Memory()
@@ -101,7 +101,7 @@ def test_a_branch_that_is_fed_and_a_prompt_that_goes_on_look_anew(tiny):
 def test_a_prompt_that_is_cropped_and_fed_again_looks_anew(tiny):
     lm, policy = tiny("tiny-llama-gqa"), small("snapkv")
     ids, other = prompt(49), prompt(9, 2)
-    gathered = gather(lm.model, [policy.replace(budget=40, window=30)])
+    gathered = shared_prefill(lm.model, [policy.replace(budget=40, window=30)])
     with gathered, torch.inference_mode():
         past = lm.model(ids, use_cache=True).past_key_values
     past.memory = Memory()

@@ -210,7 +210,16 @@ def test_help_shows_what_is_kvlabs():
 def test_the_page_names_all_that_a_prompt_offers():
     page = (ROOT / "docs" / "what_a_policy_sees.md").read_text()
     for name in (*ASKED, *inspect.signature(Prompt).parameters):
-        if name not in ("answers", "seen_by", "with_plan", "projections", "rotations", "scaling", "shared"):
+        if name not in (
+            "answers",
+            "check_inputs",
+            "seen_by",
+            "with_plan",
+            "projections",
+            "rotations",
+            "scaling",
+            "shared",
+        ):
             assert f"`{name}" in page, name
     for verb in CHECKS:
         assert f"`{verb}`" in page, verb

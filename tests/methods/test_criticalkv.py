@@ -100,12 +100,12 @@ def test_a_trace_borrows_the_models_weights_and_saves_them_where_asked(tiny, tmp
     policy = kvlab.policy("criticalkv", budget=40)
     plain, asked = kvlab.capture(lm, ids, 2), kvlab.capture(lm, ids, 2, policies=["criticalkv"])
     own = hookable.projections_of(hookable.layers_of(lm.model))
-    assert [w.data_ptr() for w in plain.lent] == [w.data_ptr() for w in own]
+    assert [w.data_ptr() for w in plain.model_projections] == [w.data_ptr() for w in own]
     assert plain.projections is None and asked.projections.equal(torch.stack(own))
     assert asked.nbytes - plain.nbytes == sum(w.numel() * w.element_size() for w in own)
     expected = kvlab.replay(plain, policy).kept(1)
     loaded = kvlab.Trace.load(asked.save(tmp_path / "asked.safetensors"))
-    assert loaded.projections.equal(asked.projections) and loaded.lent is None
+    assert loaded.projections.equal(asked.projections) and loaded.model_projections is None
     assert kvlab.replay(loaded, policy).kept(1).equal(expected)
     without = kvlab.Trace.load(plain.save(tmp_path / "plain.safetensors"))
     told = r"criticalkv needs the output projection of its layer: capture with policies=\['criticalkv'\]"

@@ -29,7 +29,7 @@ def by_hand(lm, ids, plus, sinks=4, asking=()):
         found = []
         for layer in range(trace.n_layers):
             queries, keys, values = exact(trace.response_queries[layer], trace.keys[layer], trace.values[layer])
-            more = (exact(seen.hidden[layer][len(ids) :]), exact(trace.lent[layer])) if plus else ()
+            more = (exact(seen.hidden[layer][len(ids) :]), exact(trace.model_projections[layer])) if plus else ()
             found.append(oracles.repeat_scores(queries, keys, values, len(ids), start, stop, sinks, *more))
         scores = found if scores is None else joined(scores, found)
     return scores
@@ -87,7 +87,7 @@ def test_parts_cover_the_prompt_once():
 
 
 def test_left_padded_rows_and_branches_keep_what_each_keeps_alone(tiny):
-    from kvlab.live.gather import gather
+    from kvlab.live.shared_prefill import shared_prefill
 
     lm, policy = tiny("tiny-llama-gqa"), kvlab.policy("kvzip", budget=14, chunk=20, plus=True)
     rows = [prompt(n, seed=n)[0] for n in (44, 57)]
@@ -97,7 +97,7 @@ def test_left_padded_rows_and_branches_keep_what_each_keeps_alone(tiny):
     for row, alone in enumerate(rows):
         with kvlab.compress(lm.model, policy) as session:
             generate(lm.model, alone[None], 3)
-        with gather(lm.model, [policy, kvlab.policy("snapkv", budget=40)]), torch.inference_mode():
+        with shared_prefill(lm.model, [policy, kvlab.policy("snapkv", budget=40)]), torch.inference_mode():
             prefilled = lm.model(alone[None], use_cache=True).past_key_values
         branched = kvlab.compress(lm.model, policy)
         with branched:
@@ -110,13 +110,13 @@ def test_left_padded_rows_and_branches_keep_what_each_keeps_alone(tiny):
 
 def test_budgets_share_one_pass_over_a_prefilled_prompt(tiny, monkeypatch):
     from kvlab.live import passes
-    from kvlab.live.gather import gather
+    from kvlab.live.shared_prefill import shared_prefill
 
     lm, ran = tiny("tiny-llama-gqa"), []
     run = passes.run
     monkeypatch.setattr(passes, "run", lambda *args: ran.append(1) or run(*args))
     policies = [kvlab.policy("kvzip", budget=budget) for budget in (8, 12, 30)]
-    with gather(lm.model, policies), torch.inference_mode():
+    with shared_prefill(lm.model, policies), torch.inference_mode():
         prefilled = lm.model(prompt(50), use_cache=True).past_key_values
     for policy in policies:
         session = kvlab.compress(lm.model, policy)

@@ -2,6 +2,8 @@
 
 import copy
 from dataclasses import fields
+from functools import cached_property
+from types import FunctionType
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ import torch
 import kvlab
 from kvlab.core import ranking
 from kvlab.methods import Budget
-from kvlab.methods._base.needs import DEEDS, NOTHING, Needs
+from kvlab.methods._base.needs import NOTHING, VERBS, Needs
 from kvlab.methods._base.repeating import Repetition
+from kvlab.methods._base.scorer import OWN, Wrapper
 
 AROUND = ["adakv", "criticalkv", "chunkkv"]
 REPETITION = Repetition(chunk=40, sinks=2, plus=True)
@@ -59,7 +62,7 @@ def around(name):
 def test_a_method_around_a_scorer_asks_for_all_that_the_scorer_asks_for(name):
     inner, outer = Greedy().needs, (kvlab.policy(name, scorer=Greedy()) if name == "think" else around(name)).needs
     for each in fields(Needs):
-        if each.name not in (*DEEDS, "queries"):
+        if each.name not in (*VERBS, "queries"):
             assert getattr(outer, each.name) == getattr(inner, each.name) != getattr(NOTHING, each.name), each.name
     assert outer.queries == (32 if name == "think" else 8)
     assert outer.pseudo.tokens(torch.arange(9), 0, torch.as_tensor).tolist() == [0, 1, 2, 3, 4]
@@ -74,6 +77,43 @@ def test_a_scorer_that_needs_everything_gets_it_in_a_replay_and_live(tiny, name)
     with kvlab.compress(lm, policy) as session:
         lm.model.generate(ids, max_new_tokens=3)
     assert all(session.kept_after_prefill(layer).equal(result.kept(layer)) for layer in result.trace.layers)
+
+
+POINTS = sorted(
+    name
+    for name, point in vars(kvlab.Policy).items()
+    if isinstance(point, FunctionType | property | classmethod) and not name.startswith("_")
+)
+
+
+class Answers:
+    """Gives the name of whatever it is asked for, and what it was asked with."""
+
+    needs = NOTHING
+
+    def __getattr__(self, name):
+        return name if isinstance(vars(kvlab.Policy)[name], property) else lambda *args, **named: (name, args, named)
+
+
+class Plain(Wrapper):
+    name = "plain"
+    _inner = cached_property(lambda self: Answers())  # pyright: ignore
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_every_override_point_is_a_wrappers_own_or_answered_by_the_policy_inside(point):
+    if point in OWN:
+        assert point == "needs" or getattr(Plain, point) == getattr(kvlab.Policy, point) or point == "scores_tokens"
+    elif isinstance(vars(kvlab.Policy)[point], property):
+        assert getattr(Plain(), point) == point
+    else:
+        assert getattr(Plain(), point)(1, more=2) == (point, (1,), {"more": 2})
+
+
+def test_a_wrappers_own_points_are_points_and_all_verbs():
+    assert set(POINTS) >= OWN and len(POINTS) > 25
+    assert set(VERBS.values()) <= OWN
+    assert {"scores", "importance", "minimum", "from_files", "entries", "asked", "pseudo_tokens"}.isdisjoint(OWN)
 
 
 def test_needs_are_those_that_a_class_says_and_those_of_its_verbs():

@@ -20,7 +20,7 @@ from kvlab.analyses.rocketkv import budgets
 from kvlab.analyses.together import storing
 from kvlab.inputs import models
 from kvlab.instruments.probes import QuerySimilarity
-from kvlab.live.gather import gather
+from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods import registry
 from kvlab.methods._base.lookup import DecisionTables
 from kvlab.traces import shared
@@ -230,7 +230,7 @@ def test_answers_that_go_on_as_one_batch(cpu, gpu):
     def joined(lm):
         with torch.inference_mode():
             ids, many = prompt(50).to(lm.device), [small(name) for name in ("snapkv", "h2o", "quest")]
-            with gather(lm.model, many):
+            with shared_prefill(lm.model, many):
                 prefilled = lm.model(ids, use_cache=True).past_key_values
             sessions = []
             for one in many:

@@ -70,7 +70,7 @@ def test_a_layer_that_fits_is_computed_once_for_all_policies(bounded, widest, sh
         for layer in range(trace.n_layers):
             side.weights(layer)
     assert trace.n_layers == 2 and sum(widest) == one * (layers + 4 * (2 - layers))
-    assert side.held_bytes == 4 * one * layers <= module.KEPT_BYTES
+    assert side.cached_bytes == 4 * one * layers <= module.KEPT_BYTES
 
 
 def test_steps_in_any_order_see_the_full_caches_attention(random_traces, bounded):
@@ -102,13 +102,13 @@ def test_a_policy_that_keeps_everything_remembers_no_positions(random_traces):
 def test_many_traces_together_hold_no_more_than_one_may(monkeypatch, random_traces):
     traces = [replace(random_traces[0]) for _ in range(4)]
     alone = kvlab.replay(traces[0], POLICIES[1])
-    full = reference(traces[0]).held_bytes
+    full = reference(traces[0]).cached_bytes
     assert full > 4 * numbers(traces[0])
-    monkeypatch.setattr(module, "HELD_BYTES", int(2.5 * full))
+    monkeypatch.setattr(module, "CACHE_BYTES", int(2.5 * full))
     first = kvlab.replay(traces, POLICIES, budgets=[12, 20])
-    held = [reference(trace).held_bytes for trace in traces]
+    held = [reference(trace).cached_bytes for trace in traces]
     assert held[0] == 0 and sum(held) <= 2.5 * full and held[-1] > 0
     again = kvlab.replay(traces[0], POLICIES[1])
     for name in ("mass_lost", "output_error", "step_recall"):
         assert torch.equal(getattr(again, name), getattr(alone, name))
-    assert len(first.table) and reference(traces[0]).held_bytes == full
+    assert len(first.table) and reference(traces[0]).cached_bytes == full

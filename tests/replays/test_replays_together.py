@@ -14,7 +14,7 @@ import kvlab
 from kvlab.inputs import models
 from kvlab.methods import registry
 from kvlab.replays.replay import Replay
-from kvlab.replays.step_reads import alike
+from kvlab.replays.step_reads import similar_runs
 
 NAMES = sorted(registry())
 BUDGETS = (34, 47, 59, 64)
@@ -98,4 +98,4 @@ def test_a_trace_is_the_same_after_its_replays(trace, together):
     ],
 )
 def test_steps_that_read_as_much_are_measured_together(steps, sizes, runs):
-    assert [(run.start, run.stop) for run in alike(steps, sizes)] == runs
+    assert [(run.start, run.stop) for run in similar_runs(steps, sizes)] == runs

@@ -21,7 +21,7 @@ def state(model):
     configs = [m.config for m in modules if hasattr(m, "config")]
     kinds = [(id(config), config._attn_implementation) for config in configs]
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules]
-    return kinds, hooks, [m in attention._hooked for m in modules], dict(attention._left_alone)
+    return kinds, hooks, [m in attention._hooked for m in modules], dict(attention._own_attention)
 
 
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)

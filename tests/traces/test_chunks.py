@@ -157,6 +157,6 @@ def test_what_runs_on_top_of_a_prompt_leaves_its_cache_as_it_is(whole):
     cache = passes.prefilled(trace)
     keys = cache.stores[0].keys
     with hooks.hooked(lm.model, hooks.Call.attend, pre_rope=False):
-        passes.forward(lm, sequence(5), cache.passing())
+        passes.forward(lm, sequence(5), cache.transient())
     assert cache.stores[0].keys.data_ptr() == keys.data_ptr() == trace.keys.data_ptr()
     assert cache.stores[0].length == PROMPT

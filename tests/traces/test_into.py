@@ -48,7 +48,10 @@ def test_a_trace_in_a_file_is_the_one_in_memory(tiny, tmp_path, family, dtype):
     assert {"accumulated", "projections", "nll", "ids"} < found._tensors().keys() and found.repeated and found.pseudo
     same(found, expected)
     same(kvlab.Trace.load(path), expected)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found.lent, expected.lent, strict=True))
+    assert all(
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(found.model_projections, expected.model_projections, strict=True)
+    )
     assert [each.name for each in path.parent.iterdir()] == ["a.trace"]
     # Other programs read it, too, and it is no larger than it has to be.
     with safetensors.safe_open(path, "pt") as file:

@@ -21,7 +21,7 @@ from kvlab.compile import Settings
 from kvlab.compile.contexts import Context
 from kvlab.compile.trials import Prefilled, neutral, prefilled
 from kvlab.core import attention, hooks
-from kvlab.core.adapter import StoreCache, twin
+from kvlab.core.adapter import StoreCache, copy_layer
 from kvlab.core.store import LayerStore
 from kvlab.inputs import corpus
 from kvlab.lib import progress_bars
@@ -235,12 +235,12 @@ def continuation_attention(prefill: Prefilled) -> Tensor:
     def look(call: hooks.Call) -> Tensor:
         visible = attention.last_visible(call.queries.shape[2], call.keys.shape[2], call.keys.device)
         weights = attention.weights(call.queries, call.keys, call.softmax, visible)
-        shares[call.place] = weights[0, :, :, :length].mean((0, 1)).cpu().double()
+        shares[call.index] = weights[0, :, :, :length].mean((0, 1)).cpu().double()
         return call.attend()
 
     cache = StoreCache([LayerStore(prompt.keys, prompt.values) for prompt in prefill.prompts], prefill.lm.model)
     for number, layer in prefill.cache.others.items():
-        cache.layers[number] = twin(layer)
+        cache.layers[number] = copy_layer(layer)
     with hooks.hooked(prefill.lm.model, look, pre_rope=False):
         ids = prefill.context.continuation[None, :-1].to(prefill.lm.device)
         prefill.lm.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -22,8 +22,8 @@ from kvlab.analyses.morphkv.windows import MEASURES, along_steps, slope
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.lib import progress_bars
-from kvlab.live import gather
 from kvlab.live import session as live_session
+from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods import Policy, policy
 from kvlab.replays.replay import Replay
 from kvlab.replays.run import replay
@@ -318,7 +318,7 @@ def _under_each(
     """The table of `teacher_forced` for these documents, as one batch."""
     ids = ids[documents.start : documents.stop].to(lm.device)
     fed, nexts = ids[:, prompt:-1], ids[:, prompt + 1 :]
-    with gather.gather(lm.model, list(policies.values())):
+    with shared_prefill(lm.model, list(policies.values())):
         prefilled = lm.model(ids[:, :prompt], use_cache=True, logits_to_keep=1).past_key_values
     whole = _decoded(lm, fed, {"full": policy("full")}, prefilled)
     # These are most of the memory of an analysis, so they are never held twice.

@@ -26,8 +26,8 @@ from kvlab.evaluation.answering import session_of
 from kvlab.evaluation.conversing import asked, next_turn
 from kvlab.lib import progress_bars
 from kvlab.live.decode_batch import batches
-from kvlab.live.gather import gather
 from kvlab.live.session import Session
+from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods import Policy
 from kvlab.methods.full import Full
 from kvlab.tasks.base import Example
@@ -112,7 +112,7 @@ class _Context:
         self.lm, self.policies = lm, policies
         self.parts, self.questions, context = asked(lm, example)
         self.answers = [self._answer(part) for part in self.parts]
-        self.gathered = gather(lm.model, policies)
+        self.gathered = shared_prefill(lm.model, policies)
         with self.gathered:
             self.prefilled = lm.model(context, use_cache=True, logits_to_keep=1).past_key_values
 

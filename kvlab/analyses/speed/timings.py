@@ -23,12 +23,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvlab.bench import clock, memory, meters, timing
-from kvlab.core.adapter import twin
+from kvlab.core.adapter import copy_layer
 from kvlab.core.hookable import text_config
 from kvlab.errors import KvlabError
 from kvlab.lib import devices, progress_bars
-from kvlab.live.gather import gather
 from kvlab.live.session import compress
+from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods import Policy, policy
 from kvlab.methods.dapq import DapQ
 
@@ -59,7 +59,7 @@ def plain_cache(prefilled: LiveCache) -> DynamicCache:
     layout = prefilled.layout
     cache = DynamicCache(config=text_config(prefilled.model)) if layout.mixed else DynamicCache()
     for number, layer in prefilled.others.items():
-        cache.layers[number] = twin(layer)
+        cache.layers[number] = copy_layer(layer)
     for number, layer in zip(layout.compressed, prefilled.compressed, strict=True):
         (group,) = layer.groups
         cache.update(group.store.keys, group.store.values, number)
@@ -155,7 +155,7 @@ def _decode_setting(
     marks = {"length": length, "batch": batch}
     ids, _ = meters.prompt(lm, length, batch)
     try:
-        with gather(lm.model, [policy for policy in chosen.values() if policy is not None]):
+        with shared_prefill(lm.model, [policy for policy in chosen.values() if policy is not None]):
             out = lm.model(ids, use_cache=True, logits_to_keep=1)
     except torch.OutOfMemoryError:
         return [

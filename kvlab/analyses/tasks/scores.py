@@ -29,9 +29,9 @@ from kvlab.analyses.tasks.examples import Item
 from kvlab.errors import KvlabError
 from kvlab.lib import progress_bars
 from kvlab.live.decode_batch import batches
-from kvlab.live.gather import gather
 from kvlab.live.session import Session, compress
 from kvlab.live.shared_findings import Memory
+from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods import Policy
 from kvlab.methods.full import Full
 
@@ -113,7 +113,7 @@ def passes(lm: LM, item: Item, policies: Sequence[tuple[Policy, str]]) -> Iterat
             f"{SCORED_FROM + 1} are needed, because the first {SCORED_FROM} are not scored"
         )
     results: dict[tuple[Policy, str], dict[str, Any]] = {}
-    gathered = gather(lm.model, [policy for policy, _ in policies])
+    gathered = shared_prefill(lm.model, [policy for policy, _ in policies])
     with gathered:
         out = lm.model(fed.ids[:, : fed.context], use_cache=True, logits_to_keep=1)
     rest = fed.ids[:, fed.context :]

@@ -29,9 +29,9 @@ from kvlab.core.storage import AS_IS, Storage
 from kvlab.errors import KvlabError
 from kvlab.lib import progress_bars
 from kvlab.live.decode_batch import batches
-from kvlab.live.gather import gather
 from kvlab.live.session import compress
 from kvlab.live.shared_findings import Memory, Repeated, scores_of
+from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods import Policy
 from kvlab.methods.full import Full
 from kvlab.replays.run import replay
@@ -206,7 +206,7 @@ def logits_of_systems(
         raise KvlabError(
             f"a continuation of {len(continuation)} tokens cannot be scored: {scores.SCORED_FROM + 1} are needed"
         )
-    with gather(lm.model, [system.policy for system in found]):
+    with shared_prefill(lm.model, [system.policy for system in found]):
         prefilled = lm.model(prompt.to(lm.device), use_cache=True, logits_to_keep=1).past_key_values
     prefilled.memory = Memory()
     prefilled.repeated |= repeated or {}

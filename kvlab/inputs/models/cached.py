@@ -28,7 +28,7 @@ def own_folder(sha256: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Held:
+class CachedModel:
     """A model in the cache, or what a pull or a conversion that was cut off has left of it.
 
     Attributes:
@@ -46,16 +46,16 @@ class Held:
     about: str
 
 
-def held() -> list[Held]:
+def cached_models() -> list[CachedModel]:
     """The models in the cache: those that kvlab knows, in the order of the catalogue, then the others."""
-    known = [held for model in MODELS.values() if (held := _known(model))]
+    known = [entry for model in MODELS.values() if (entry := _known(model))]
     folders = {model.folder.name for model in MODELS.values()}
     store = packs.home() / "models"
     others = [path for path in sorted(store.glob("[!.]*")) if path.is_dir() and path.name not in folders]
     return known + [_other(path) for path in others] + _cut_off(store, folders)
 
 
-def _known(model: KnownModel) -> Held | None:
+def _known(model: KnownModel) -> CachedModel | None:
     size = _bytes(model.folder) + _bytes(model.workspace)
     if model.folder.is_dir():
         about = "ready"
@@ -65,18 +65,18 @@ def _known(model: KnownModel) -> Held | None:
         about = f"{len(sources.fetched(model))} of {len(model.parts)} parts fetched"
     else:
         return None
-    return Held(model.name, model.folder, model.workspace, size, about)
+    return CachedModel(model.name, model.folder, model.workspace, size, about)
 
 
-def _other(folder: Path) -> Held:
+def _other(folder: Path) -> CachedModel:
     facts = packs.read_provenance(folder)
     name, file = facts.get("name"), facts.get("file")
     if isinstance(name, str) and isinstance(file, str):
-        return Held(name, folder, None, _bytes(folder), f"converted from {file}")
-    return Held(folder.name, folder, None, _bytes(folder), "of an earlier version")
+        return CachedModel(name, folder, None, _bytes(folder), f"converted from {file}")
+    return CachedModel(folder.name, folder, None, _bytes(folder), "of an earlier version")
 
 
-def _cut_off(store: Path, known: set[str]) -> list[Held]:
+def _cut_off(store: Path, known: set[str]) -> list[CachedModel]:
     """What conversions of users' files have left that ended before they were done; none of those under way."""
     left: dict[str, list[Path]] = {}
     for stage in sorted(store.glob(f"{packs.STAGE_PREFIX}*")):
@@ -84,7 +84,10 @@ def _cut_off(store: Path, known: set[str]) -> list[Held]:
         if target not in known and not _is_being_made(store / target):
             left.setdefault(target, []).append(stage)
     about = "left by a conversion that was cut off"
-    return [Held(target, store / target, stages[0], sum(map(_bytes, stages)), about) for target, stages in left.items()]
+    return [
+        CachedModel(target, store / target, stages[0], sum(map(_bytes, stages)), about)
+        for target, stages in left.items()
+    ]
 
 
 def _is_being_made(target: Path) -> bool:
@@ -102,19 +105,19 @@ def remove(name: str) -> int:
 
     Raises KvlabError for a name that is not in the cache, and where another process is making the model.
     """
-    there = held()
-    named = [model for model in there if name in (model.name, model.folder.name)]
+    cached = cached_models()
+    named = [model for model in cached if name in (model.name, model.folder.name)]
     if not named and name in MODELS:
-        names = ", ".join(model.name for model in there)
+        names = ", ".join(model.name for model in cached)
         raise KvlabError(f"{name} is not in the cache; there is {names or 'no model'}")
     if not named:
-        raise KvlabError(nearest(name, [*MODELS, *(model.name for model in there)], "model"))
+        raise KvlabError(nearest(name, [*MODELS, *(model.name for model in cached)], "model"))
     for model in named:
         _remove(model)
     return sum(model.size for model in named)
 
 
-def _remove(model: Held) -> None:
+def _remove(model: CachedModel) -> None:
     store, name = model.folder.parent, model.folder.name
     lock = packs.lock_of(model.folder)
     with packs.disk_errors(f"removing {model.name}"):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvlab.inputs.models.catalogue import KnownModel
 
 # Besides its weights a folder holds a tokenizer, which may have 40 MB.
-BESIDES = 40_000_000
+TOKENIZER_BYTES = 40_000_000
 
 
 def pull(name: str = DEFAULT, progress: bool = True, source: str = "wheels") -> Path:
@@ -47,10 +47,12 @@ def pull(name: str = DEFAULT, progress: bool = True, source: str = "wheels") -> 
 
     def build(stage: Path) -> None:
         whole = sources.obtain(model, source, progress)
-        _convert(*_looked_at(whole), stage, name, progress)
+        _convert(*_read_skeleton(whole), stage, name, progress)
         if not (stage / "tokenizer.json").is_file():
             raise KvlabError(f"{whole.name} has no tokenizer, and a model that kvlab knows by name has one")
-        packs.write_provenance(stage, **_origin(model, source), weights_sha256=wheels.file_sha256(*weight_files(stage)))
+        packs.write_provenance(
+            stage, **_provenance(model, source), weights_sha256=wheels.file_sha256(*weight_files(stage))
+        )
 
     label = f"pulling {name} (fetch, check, convert once)"
     folder = packs.build_once(model.folder, build, label, progress)
@@ -58,7 +60,7 @@ def pull(name: str = DEFAULT, progress: bool = True, source: str = "wheels") -> 
     return folder
 
 
-def _origin(model: KnownModel, source: str) -> dict[str, object]:
+def _provenance(model: KnownModel, source: str) -> dict[str, object]:
     """What the note beside the weights says of where they come from."""
     carriers = {
         "wheels": {"packages": {f"{part.package}=={part.version}": part.sha256 for part in model.parts}},
@@ -85,9 +87,9 @@ def converted(path: Path, sha256: str, progress: bool = True) -> Path:
     target = cached.own_folder(sha256)
     if target.is_dir():
         return target
-    file, skeleton = _looked_at(path)
+    file, skeleton = _read_skeleton(path)
     hookable.layers_of(skeleton)
-    size = 2 * file.parameters + BESIDES
+    size = 2 * file.parameters + TOKENIZER_BYTES
     label = f"converting {path.name} (once, {packs.gigabytes(size)} in the cache)"
 
     def build(stage: Path) -> None:
@@ -106,7 +108,7 @@ def converted(path: Path, sha256: str, progress: bool = True) -> Path:
     return packs.build_once(target, build, label, progress)
 
 
-def _looked_at(path: Path) -> tuple[gguf_file.GGUF, PreTrainedModel]:
+def _read_skeleton(path: Path) -> tuple[gguf_file.GGUF, PreTrainedModel]:
     """What a file says of itself, and the model that it is, without its weights."""
     from transformers import AutoModelForCausalLM
 

@@ -85,14 +85,16 @@ def configuration(file: GGUF) -> PreTrainedConfig:
     if _has_newer_reader(file.architecture):
         return _read(file.path)
     own = f"{file.architecture}."
-    told = {key: value for key, value in file.metadata.items() if key.startswith(own) or key.endswith("_token_id")}
+    own_values = {
+        key: value for key, value in file.metadata.items() if key.startswith(own) or key.endswith("_token_id")
+    }
     if TOKENS in file.metadata:
-        told.setdefault(f"{own}vocab_size", file.metadata[TOKENS])
+        own_values.setdefault(f"{own}vocab_size", file.metadata[TOKENS])
     with tempfile.TemporaryDirectory() as folder:
         header = Path(folder) / "header.gguf"
         writer = gguf.GGUFWriter(header, file.architecture)
         writer.add_name(str(file.metadata.get("general.name", "")))
-        for key, value in told.items():
+        for key, value in own_values.items():
             writer.add_key_value(key, value, _kind(value))
         for name in file.tensors:
             writer.add_tensor(name, np.zeros(1, np.float32))

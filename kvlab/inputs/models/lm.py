@@ -163,18 +163,18 @@ def _brought(model: torch.nn.Module, name: str) -> torch.Tensor:
         return found.cpu()
 
 
-def lm_of(given: LM | torch.nn.Module) -> LM:
+def lm_of(model: LM | torch.nn.Module) -> LM:
     """What `kvlab.load` gives, or a transformers model, as an LM; a model alone has no tokenizer.
 
     Raises KvlabError for anything else.
     """
-    if isinstance(given, LM):
-        inside = unwrapped(given.model)
-        return given if inside is given.model else replace(given, model=inside)
-    given = unwrapped(given)
-    if isinstance(given, torch.nn.Module) and hasattr(given, "config") and hasattr(given, "get_output_embeddings"):
-        model = cast("PreTrainedModel", given)
+    if isinstance(model, LM):
+        inside = unwrapped(model.model)
+        return model if inside is model.model else replace(model, model=inside)
+    model = unwrapped(model)
+    if isinstance(model, torch.nn.Module) and hasattr(model, "config") and hasattr(model, "get_output_embeddings"):
+        model = cast("PreTrainedModel", model)
         if model.get_output_embeddings() is not None:
             return _Bare(model)
-        raise KvlabError(f"a {type(given).__name__} gives no logits: it is a part of a model; give the whole")
-    raise KvlabError(f"a model is what kvlab.load gives, or a transformers model, and not {given!r:.60}")
+        raise KvlabError(f"a {type(model).__name__} gives no logits: it is a part of a model; give the whole")
+    raise KvlabError(f"a model is what kvlab.load gives, or a transformers model, and not {model!r:.60}")

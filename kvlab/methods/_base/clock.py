@@ -50,11 +50,11 @@ def decode(
         positions: of the new entry; the next one unless given.
         weigh: the caller needs the attention weights even if the policy does not.
     """
-    slots = take(policy, store, queries, keys, values, scaling, positions)
+    slots = append_and_select(policy, store, queries, keys, values, scaling, positions)
     return attend(policy, store, queries, slots, scaling, weigh)
 
 
-def take(
+def append_and_select(
     policy: Policy,
     store: LayerStore,
     queries: Tensor,
@@ -68,8 +68,8 @@ def take(
     Args: as `decode`.
     """
     store.append(keys, values, positions)
-    store.settle()
-    return policy.select(store, queries, Softmax.of(scaling).told)
+    store.quantise_pending()
+    return policy.select(store, queries, Softmax.of(scaling).scaling)
 
 
 def attend(
@@ -82,11 +82,11 @@ def attend(
 ) -> Step:
     """Attend from a token whose entry has been taken in, and amend.
 
-    Args: as `decode`; `slots` as `take` gives them.
+    Args: as `decode`; `slots` as `append_and_select` gives them.
     """
     softmax, bias = Softmax.of(scaling), policy.bias(store)
     if weigh or not softmax.plain or (policy.weighs and policy.needs.steps):
-        keys, values = (store.keys, store.values) if slots is None else store.taken(slots)
+        keys, values = (store.keys, store.values) if slots is None else store.gather(slots)
         weights = _weights(store, queries, keys, slots, bias, softmax)
         output = attention.output(weights, values).to(queries.dtype)
         return Step(policy.amend(store, output), weights[:, :, 0], slots)
@@ -98,7 +98,7 @@ def weigh(store: LayerStore, queries: Tensor, slots: Tensor | None, scaling: Sca
 
     Args: as `attend`.
     """
-    keys = store.keys if slots is None else store.taken(slots)[0]
+    keys = store.keys if slots is None else store.gather(slots)[0]
     return _weights(store, queries, keys, slots, None, Softmax.of(scaling))[:, :, 0]
 
 
@@ -133,7 +133,7 @@ def _fused(store: LayerStore, queries: Tensor, slots: Tensor | None, bias: Tenso
             empty = (slots == EMPTY)[:, :, None]
             blank = torch.zeros_like(empty, dtype=queries.dtype)
             mask = (blank if mask is None else mask).masked_fill(empty, -torch.inf)
-        out = F.scaled_dot_product_attention(grouped, *store.taken(slots), attn_mask=mask, scale=softmax.factor)
+        out = F.scaled_dot_product_attention(grouped, *store.gather(slots), attn_mask=mask, scale=softmax.factor)
         return out.reshape(queries.shape)
     each, out = grouped.flatten(0, 1), []
     for heads, keys, values in store.runs():

@@ -53,14 +53,14 @@ def checked(verb: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 return function(self, *args, **named)
             finally:
                 store.guard = before
-        given = function(self, *args, **named)
-        check(self, verb, given, *args, *named.values())
-        return given
+        result = function(self, *args, **named)
+        check(self, verb, result, *args, *named.values())
+        return result
 
     return call
 
 
-def check_spent(policy: Checked, stores: Sequence[LayerStore]) -> None:
+def check_stored_budget(policy: Checked, stores: Sequence[LayerStore]) -> None:
     """Raise KvlabError where a policy that chooses has left more than its budget in the stores of all layers, on
     average over layers and KV heads.
     """
@@ -69,10 +69,10 @@ def check_spent(policy: Checked, stores: Sequence[LayerStore]) -> None:
     counts = [count for store in stores for count in store.counts.flatten().tolist()]
     if not any(store.ragged or store.length < store.seen for store in stores):
         return  # a policy may keep the whole prompt, and evict or select later
-    spent(policy, counts, [store.budget for store in stores for _ in range(store.rows * store.kv_heads)])
+    check_budget(policy, counts, [store.budget for store in stores for _ in range(store.rows * store.kv_heads)])
 
 
-def spent(policy: Checked, counts: Sequence[int], budgets: Sequence[int]) -> None:
+def check_budget(policy: Checked, counts: Sequence[int], budgets: Sequence[int]) -> None:
     """Raise KvlabError where a policy that chooses has kept more than its budget, on average over layers and heads.
 
     Args:
@@ -111,73 +111,73 @@ def _name(policy: Checked) -> str:
     return policy.name or type(policy).__name__
 
 
-def _refuse(policy: Checked, verb: str, given: object, right: str, why: str = "") -> None:
-    raise KvlabError(f"{_name(policy)}: {verb} gave {described(given)}{why}; it gives {right}")
+def _refuse(policy: Checked, verb: str, result: object, right: str, why: str = "") -> None:
+    raise KvlabError(f"{_name(policy)}: {verb} gave {described(result)}{why}; it gives {right}")
 
 
 def _sets(policy: Checked, prompt: Prompt) -> int:
     return prompt.heads if getattr(policy, "sets", "group") == "head" else prompt.kv_heads
 
 
-def _scores(policy: Checked, verb: str, given: Any, prompt: Prompt, budget: int | None = None) -> None:
+def _scores(policy: Checked, verb: str, result: Any, prompt: Prompt, budget: int | None = None) -> None:
     right = "a number for each token, float [rows, kv_heads, length]"
     shape = (prompt.rows, _sets(policy, prompt), prompt.length)
-    if not isinstance(given, Tensor) or given.dtype is torch.bool or given.is_complex():
-        _refuse(policy, verb, given, f"{right} = {list(shape)}")
-    if given.shape != shape:
-        by_head = given.shape == (prompt.rows, prompt.heads, prompt.length)
+    if not isinstance(result, Tensor) or result.dtype is torch.bool or result.is_complex():
+        _refuse(policy, verb, result, f"{right} = {list(shape)}")
+    if result.shape != shape:
+        by_head = result.shape == (prompt.rows, prompt.heads, prompt.length)
         hint = ": sum over a group by attention.sum_over_group(scores, prompt.kv_heads)" if by_head else ""
-        _refuse(policy, verb, given, f"{right} = {list(shape)}{hint}")
-    if bool(given.isnan().any()):
-        _refuse(policy, verb, given, f"{right}, and infinity for what always stays", " with NaN")
+        _refuse(policy, verb, result, f"{right} = {list(shape)}{hint}")
+    if bool(result.isnan().any()):
+        _refuse(policy, verb, result, f"{right}, and infinity for what always stays", " with NaN")
 
 
-def _positions(policy: Checked, verb: str, given: Any, prompt: Prompt, budget: int | None = None) -> None:
+def _positions(policy: Checked, verb: str, result: Any, prompt: Prompt, budget: int | None = None) -> None:
     budget = policy.entries(prompt.length) if budget is None else budget
     right = f"positions, int64 [rows, kv_heads, <= {budget}]"
     shape = prompt.rows, _sets(policy, prompt)
-    _check_slots(policy, verb, given, right, shape, prompt.length)
+    _check_slots(policy, verb, result, right, shape, prompt.length)
 
 
-def _slots(policy: Checked, verb: str, given: Any, store: LayerStore, *_: Any) -> None:
-    if given is None:
+def _slots(policy: Checked, verb: str, result: Any, store: LayerStore, *_: Any) -> None:
+    if result is None:
         return
     bounded = policy.asked is not None and store.length > store.budget
     right = f"slots, int64 [rows, kv_heads, <= {store.budget if bounded else store.length}], or None for all"
-    _check_slots(policy, verb, given, right, (store.rows, store.kv_heads), store.length)
-    if bounded and int((given != EMPTY).sum()) > store.rows * store.kv_heads * store.budget:
-        _refuse(policy, verb, given, right)
+    _check_slots(policy, verb, result, right, (store.rows, store.kv_heads), store.length)
+    if bounded and int((result != EMPTY).sum()) > store.rows * store.kv_heads * store.budget:
+        _refuse(policy, verb, result, right)
 
 
-def _check_slots(policy: Checked, verb: str, given: Any, right: str, shape: tuple[int, int], length: int) -> None:
+def _check_slots(policy: Checked, verb: str, result: Any, right: str, shape: tuple[int, int], length: int) -> None:
     right += ", ascending, -1 at the end where a head has fewer"
-    fits = isinstance(given, Tensor) and given.dtype is torch.int64 and given.dim() == 3
-    if not fits or given.shape[:2] != shape or not given.shape[2]:
-        _refuse(policy, verb, given, right.replace("rows, kv_heads", f"{shape[0]}, {shape[1]}"))
-    if wrong := fault(given, length):
-        _refuse(policy, verb, given, right, f" with {wrong}")
+    fits = isinstance(result, Tensor) and result.dtype is torch.int64 and result.dim() == 3
+    if not fits or result.shape[:2] != shape or not result.shape[2]:
+        _refuse(policy, verb, result, right.replace("rows, kv_heads", f"{shape[0]}, {shape[1]}"))
+    if wrong := fault(result, length):
+        _refuse(policy, verb, result, right, f" with {wrong}")
 
 
-def _survey(policy: Checked, verb: str, given: Any, prompt: Prompt, *_: Any) -> None:
-    _check_rows(policy, verb, given, "numbers for each row, [rows, ...]", (prompt.rows,))
+def _survey(policy: Checked, verb: str, result: Any, prompt: Prompt, *_: Any) -> None:
+    _check_rows(policy, verb, result, "numbers for each row, [rows, ...]", (prompt.rows,))
 
 
-def _plan(policy: Checked, verb: str, given: Any, surveys: Tensor, *_: Any) -> None:
-    _check_rows(policy, verb, given, "numbers for each layer and sequence, [n_layers, batch, ...]", surveys.shape[:2])
+def _plan(policy: Checked, verb: str, result: Any, surveys: Tensor, *_: Any) -> None:
+    _check_rows(policy, verb, result, "numbers for each layer and sequence, [n_layers, batch, ...]", surveys.shape[:2])
 
 
-def _check_rows(policy: Checked, verb: str, given: Any, right: str, first: tuple[int, ...]) -> None:
-    if not isinstance(given, Tensor) or given.shape[: len(first)] != first:
-        _refuse(policy, verb, given, f"{right}, here [{', '.join(map(str, first))}, ...]")
-    if bool(given.isnan().any()):
-        _refuse(policy, verb, given, right, " with NaN")
+def _check_rows(policy: Checked, verb: str, result: Any, right: str, first: tuple[int, ...]) -> None:
+    if not isinstance(result, Tensor) or result.shape[: len(first)] != first:
+        _refuse(policy, verb, result, f"{right}, here [{', '.join(map(str, first))}, ...]")
+    if bool(result.isnan().any()):
+        _refuse(policy, verb, result, right, " with NaN")
 
 
 def _nothing(*_: Any) -> None:
     """What these verbs do to a store is checked there."""
 
 
-GUARDED = ("compress", "settle", "step")
+GUARDED = ("compress", "evict_pending", "step")
 CHECKS: dict[str, Callable[..., None]] = {
     "scores": _scores,
     "importance": _scores,

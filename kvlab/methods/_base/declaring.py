@@ -11,6 +11,7 @@ from pydantic._internal._model_construction import ModelMetaclass
 
 from kvlab.errors import KvlabError
 from kvlab.lib.references import Paper
+from kvlab.lib.renamed import warn_renamed
 from kvlab.methods._base.contract import CHECKS, checked
 from kvlab.methods._base.needs import Needs
 
@@ -30,8 +31,13 @@ class Declaring(ModelMetaclass):
             annotations.pop(key, None)
             if not hasattr(namespace[key], "__get__"):
                 namespace[key] = property(_constant(namespace[key]))
+        if "settle" in namespace and "evict_pending" not in namespace:
+            warn_renamed(name, "settle", "evict_pending", stacklevel=3)
+            namespace["evict_pending"] = namespace["settle"]
+        if "evict_pending" in namespace:
+            namespace["settle"] = _former(namespace["evict_pending"])
         if "needs" in namespace:
-            namespace["needs"] = _whole(namespace["needs"])
+            namespace["needs"] = _complete_needs(namespace["needs"])
         if "name" in namespace:
             # A method that is made of another one is not what that one's paper proposes.
             paper = namespace.setdefault("paper", None)
@@ -58,28 +64,39 @@ def _constant(value: object) -> Callable[[object], object]:
     return lambda self: value
 
 
-def _whole(given: object) -> property:
+def _complete_needs(value: object) -> property:
     """What the author of a class says of its needs, with what its other attributes and its verbs say of them."""
-    said: Callable[[Any], Any] = given.fget if isinstance(given, property) and given.fget else _constant(given)
+    stated: Callable[[Any], Any] = value.fget if isinstance(value, property) and value.fget else _constant(value)
 
     def needs(policy: Any) -> Needs:
         # Every step asks. A hidden name, since what is not hidden counts as a parameter.
         known = vars(policy)
         if "_needs" not in known:
-            known["_needs"] = said(policy) | policy.stated_needs
+            known["_needs"] = stated(policy) | policy.stated_needs
         return known["_needs"]
 
-    needs.__doc__ = said.__doc__
+    needs.__doc__ = stated.__doc__
     return property(needs)
 
 
-def number_meant(given: object) -> int | float | None:
+def _former(evict_pending: Callable[..., None]) -> Callable[..., None]:
+    """The verb of one class under its former name, which subclasses may call by `super()`."""
+
+    def settle(policy: Any, store: Any) -> None:
+        """Former name of `evict_pending`."""
+        warn_renamed(type(policy).__name__, "settle", "evict_pending")
+        evict_pending(policy, store)
+
+    return settle
+
+
+def number_meant(value: object) -> int | float | None:
     """The number that a text, or a whole number written as a float, stands for."""
     try:
-        number = float(given) if isinstance(given, str | float) else math.nan
+        number = float(value) if isinstance(value, str | float) else math.nan
     except ValueError:
         return None
     if not math.isfinite(number):
         return None
-    whole = number.is_integer() and "." not in str(given).removesuffix(".0")
-    return int(number) if whole else number if isinstance(given, str) else None
+    whole = number.is_integer() and "." not in str(value).removesuffix(".0")
+    return int(number) if whole else number if isinstance(value, str) else None

@@ -1,4 +1,4 @@
-"""For methods that evict one entry at a step: the lowest score goes, the newest entries are safe."""
+"""For methods that evict while decoding: how many entries stay, and which one goes."""
 
 from torch import Tensor
 
@@ -22,6 +22,13 @@ def evict_lowest(store: LayerStore, scores: Tensor, recent: int) -> None:
         store.drop(last_of_lowest(scores[..., : store.length - recent]))
     elif leaving > 1:
         store.evict(top_and_last(scores, store.budget - recent, recent))
+
+
+def after_compression(budget: int, interval: int | None) -> int:
+    """Entries that a compression leaves where one comes every `interval` steps: None for 128, or an eighth of the
+    budget if that is less.
+    """
+    return budget - (interval or max(1, min(128, budget // 8)))
 
 
 def last_of_lowest(scores: Tensor) -> Tensor:

@@ -286,8 +286,8 @@ class DecisionTables(Measured):
         weights = risk = None
         if self.heads is not None:
             table = torch.tensor(self.heads, dtype=torch.float64)
-            place = ((torch.arange(heads, dtype=torch.float64) + 0.5) / heads * table.shape[1]).long()
-            weights = _at_depths(table, n_layers)[:, place].tolist()
+            columns = ((torch.arange(heads, dtype=torch.float64) + 0.5) / heads * table.shape[1]).long()
+            weights = _at_depths(table, n_layers)[:, columns].tolist()
         if self.risk is not None:
             risk = _at_depths(torch.tensor(self.risk, dtype=torch.float64), n_layers).tolist()
         return self.model_copy(update={"heads": weights, "risk": risk})

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from torch import Tensor
 
+from kvlab.lib.renamed import Renamed
 from kvlab.methods._base.repeating import Repetition
 
 
@@ -61,6 +62,8 @@ class Needs:
     amends: bool = False
     steps: bool = False
 
+    places = Renamed("positions")
+
     def __or__(self, other: Needs) -> Needs:
         """What either of two asks for or does."""
         both = {each.name: (getattr(self, each.name), getattr(other, each.name)) for each in fields(self)}
@@ -74,7 +77,7 @@ class Needs:
     @property
     def inputs(self) -> Needs:
         """What it asks for alone: the needs of whoever uses its scores and does something else with them."""
-        return replace(self, **dict.fromkeys(DEEDS, False))
+        return replace(self, **dict.fromkeys(VERBS, False))
 
     def window(self, length: int) -> int:
         """How many queries it looks at of a prompt of `length` tokens."""
@@ -96,7 +99,7 @@ class Needs:
         return any(repetition.plus for repetition in self.repetitions)
 
     @property
-    def places(self) -> bool:
+    def positions(self) -> bool:
         """Whether it matters where the prompt's tokens were placed."""
         return self.rotation or bool(self.repetitions) or self.pseudo is not None
 
@@ -112,7 +115,7 @@ class Needs:
 
 
 NOTHING = Needs()
-DEEDS = {
+VERBS = {
     "surveys": "survey",
     "chooses": "choose",
     "rewrites": "rewrite",

@@ -112,18 +112,18 @@ def read(store: LayerStore, scores: Tensor, k: int, cut: bool) -> Tensor:
         return slots.masked_fill(slots >= store.length, EMPTY)
     best = ranking.best_first(scores, min(n, max(-(-(k - newest) // size), 0) + 1))
     entries = sizes(store)[0].take(best)
-    together = entries.cumsum(-1)
+    cumulative = entries.cumsum(-1)
     if cut:
         # Negative where nothing is left for a page.
-        taken = torch.minimum(entries - together + k, entries)
+        counts = torch.minimum(entries - cumulative + k, entries)
     else:
-        taken = entries * (together <= k)
-        taken[..., 0] = entries[..., 0].clamp_max(k)
+        counts = entries * (cumulative <= k)
+        counts[..., 0] = entries[..., 0].clamp_max(k)
         # Pages that are not read go to the end.
-        best = best.masked_fill(taken == 0, n)
-    best, place = best.sort(-1)
-    taken = taken.gather(-1, place)
-    slots, wanted = best[..., None] * size + within, within < taken[..., None]
+        best = best.masked_fill(counts == 0, n)
+    best, order = best.sort(-1)
+    counts = counts.gather(-1, order)
+    slots, wanted = best[..., None] * size + within, within < counts[..., None]
     if cut:
         return slots[wanted].view(*scores.shape[:2], k)
-    return slots.masked_fill(~wanted, EMPTY).flatten(-2)[..., : int(taken.sum(-1).max())]
+    return slots.masked_fill(~wanted, EMPTY).flatten(-2)[..., : int(counts.sum(-1).max())]

@@ -28,7 +28,7 @@ from kvlab.lib import references
 from kvlab.lib.parameters import Parameters
 from kvlab.methods._base import contract
 from kvlab.methods._base.declaring import Declaring, number_meant
-from kvlab.methods._base.needs import DEEDS, NOTHING, Needs, PseudoTokens
+from kvlab.methods._base.needs import NOTHING, VERBS, Needs, PseudoTokens
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods._base.tensors import check_shapes
 
@@ -117,9 +117,9 @@ class Policy(Parameters, metaclass=Declaring):
         return self
 
     def __str__(self) -> str:
-        given = f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self)})"
+        text = f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self)})"
         # A file can change and keep its name, so the signature also holds a hash of its content.
-        return f"{given}@{hashlib.sha256(self.from_files.encode()).hexdigest()[:8]}" if self.from_files else given
+        return f"{text}@{hashlib.sha256(self.from_files.encode()).hexdigest()[:8]}" if self.from_files else text
 
     @property
     def from_files(self) -> str:
@@ -161,7 +161,7 @@ class Policy(Parameters, metaclass=Declaring):
     def stated_needs(self) -> Needs:
         """The needs that follow from the other attributes and the verbs."""
         own, key = type(self), self.pseudo_key
-        does: dict[str, Any] = {deed: getattr(own, verb) is not getattr(Policy, verb) for deed, verb in DEEDS.items()}
+        does: dict[str, Any] = {need: getattr(own, verb) is not getattr(Policy, verb) for need, verb in VERBS.items()}
         does["steps"] = self.steps
         return Needs(
             queries=self.observes,
@@ -338,7 +338,7 @@ class Policy(Parameters, metaclass=Declaring):
         kept = self.prefill(prompt.seen_by(self)).contiguous()
         if self.needs.chooses and n_layers == 1 and kept.shape[2] < prompt.length:
             paid = kept.shape[0] * kept.shape[1] * [self.entries(prompt.length)]
-            contract.spent(self, (kept != EMPTY).sum(-1).flatten().tolist(), paid)
+            contract.check_budget(self, (kept != EMPTY).sum(-1).flatten().tolist(), paid)
         return kept
 
     # ------------------------------------------------------------------ a decoding step, in this order
@@ -369,7 +369,7 @@ class Policy(Parameters, metaclass=Declaring):
         """Bytes of the stored entries that it need not store, since it has dropped a part of each."""
         return 0
 
-    def settle(self, store: LayerStore) -> None:
+    def evict_pending(self, store: LayerStore) -> None:
         """Before several tokens are fed to a prompt that has ended: evict now what only the next step would evict.
 
         Most policies have evicted when the prompt ended. One that waits for its first step would let a question that

@@ -13,6 +13,7 @@ from kvlab.core import attention
 from kvlab.core.rotation import Rotation
 from kvlab.core.softmax import Scaling, Softmax
 from kvlab.errors import KvlabError
+from kvlab.lib.renamed import Renamed
 from kvlab.methods._base.needs import Needs
 from kvlab.methods._base.repeating import Repetition
 
@@ -55,6 +56,8 @@ class Prompt:
             policies that plan nothing.
     """
 
+    answers = Renamed("check_inputs")
+
     def __init__(
         self,
         queries: Tensor,
@@ -83,7 +86,7 @@ class Prompt:
         self._pseudo, self._accumulated, self._perplexity = pseudo, accumulated, perplexity
         self._projections, self._rotations, self._pre_queries = projections, rotations, pre_queries
         self._repeated = repeated or {}
-        self.max_new_tokens, self.scaling = max_new_tokens, Softmax.of(scaling).told
+        self.max_new_tokens, self.scaling = max_new_tokens, Softmax.of(scaling).scaling
         self.plan: Tensor | None = None
         every = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
         self.positions = every if positions is None else positions
@@ -255,7 +258,7 @@ class Prompt:
             )
         return self._repeated[repetition.key]
 
-    def answers(self, policy: Asks) -> None:
+    def check_inputs(self, policy: Asks) -> None:
         """Raise KvlabError where something is missing that `policy` needs of the model."""
         needs = policy.needs
         wanted = needs.projection, needs.rotation, needs.pre_queries

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvlab.core import attention
 from kvlab.core.softmax import Softmax
-from kvlab.methods._base.projecting import projected_norms
 
 FIRST = "\n\nNow write the text above once more, word for word.\n"
 LATER = "\n\nNow write a part of the text above once more, word for word: the part that follows on these words:"
@@ -93,7 +92,9 @@ class Repetition:
         if self.plus:
             assert projection is not None, "the output projection is asked for"
             rows = values[:, :, part.start : part.stop]
-            largest = largest * torch.stack([projected_norms(row, projection, heads, order=2) for row in rows])
+            largest = largest * torch.stack(
+                [attention.projected_norms(row, projection, heads, order=2) for row in rows]
+            )
         return largest.unflatten(1, (kv_heads, -1)).amax(2)
 
 

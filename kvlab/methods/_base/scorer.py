@@ -1,13 +1,15 @@
 """Methods that score the prompt's tokens and keep the best, and methods around another one."""
 
-from functools import cached_property
+from functools import cached_property, wraps
+from types import FunctionType
+from typing import Any
 
 from pydantic import InstanceOf
 from torch import Tensor
 
 from kvlab.core import ranking
 from kvlab.errors import KvlabError
-from kvlab.methods._base.needs import Needs
+from kvlab.methods._base.needs import VERBS, Needs
 from kvlab.methods._base.policy import SCORERS, Budget, Policy
 from kvlab.methods._base.prompt import Prompt
 
@@ -21,34 +23,46 @@ class Scorer(Policy):
         return ranking.top_positions(self.importance(prompt, budget), budget)
 
 
-class Around(Policy):
-    """A method around another policy: it scores what that one scores, and needs what that one needs."""
+OWN = frozenset(VERBS.values()) | {
+    *("keep", "prefill", "plan", "compress", "evict_pending", "settle", "overhead_bytes", "discount_bytes"),
+    *("needs", "stated_needs", "steps", "fits", "raised", "scores_tokens"),
+}
+"""What a wrapper does or derives itself. It chooses in a way of its own, and does nothing after the prefill."""
+
+
+class Wrapper(Policy):
+    """A method around another policy: whatever is not in `OWN` it answers as that one does, and needs what that one
+    needs. An override point that is added to `Policy` is handed on as well.
+    """
 
     @cached_property
     def _inner(self) -> Policy:
         """The policy around which it is; KvlabError for one that it cannot work with."""
         raise NotImplementedError
 
-    def scores(self, prompt: Prompt) -> Tensor:
-        return self._inner.scores(prompt)
-
-    def importance(self, prompt: Prompt, budget: int) -> Tensor:
-        return self._inner.importance(prompt, budget)
-
-    @property
-    def minimum(self) -> int:
-        return self._inner.minimum
-
     @property
     def needs(self) -> Needs:
         return self._inner.needs.inputs
 
-    @property
-    def from_files(self) -> str:
-        return self._inner.from_files
+
+def _handed_on(name: str, point: FunctionType | property) -> Any:
+    """An override point of `Policy` that answers as the policy inside does."""
+    if isinstance(point, property):
+        return property(lambda self: getattr(self._inner, name), doc=point.__doc__)
+
+    @wraps(point)
+    def call(self: Wrapper, *args: Any, **named: Any) -> Any:
+        return getattr(self._inner, name)(*args, **named)
+
+    return call
 
 
-class AroundScorer(Around):
+for _name, _point in vars(Policy).items():
+    if isinstance(_point, FunctionType | property) and not _name.startswith("_") and _name not in OWN:
+        setattr(Wrapper, _name, _handed_on(_name, _point))
+
+
+class ScorerWrapper(Wrapper):
     """A method that takes the scores of another one and spends the budget in a way of its own; prefill only.
 
     Parameters:

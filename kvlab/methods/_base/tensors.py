@@ -18,8 +18,8 @@ def check_shapes(
     """Refuse tensors of one layer that do not fit together, naming the one that is wrong."""
     shapes = {"queries": "[batch, heads, n, head_dim]", "keys": "[batch, kv_heads, length, head_dim]"}
     shapes |= {"values": shapes["keys"], "pseudo": "[batch, heads, m, head_dim]"}
-    given = {"queries": queries, "keys": keys, "values": values, "pseudo": pseudo}
-    for name, tensor in given.items():
+    by_name = {"queries": queries, "keys": keys, "values": values, "pseudo": pseudo}
+    for name, tensor in by_name.items():
         if name == "pseudo" and tensor is None:
             continue
         if not isinstance(tensor, Tensor):
@@ -33,7 +33,7 @@ def check_shapes(
     if values.shape != keys.shape:
         raise KvlabError(f"values must have the shape of the keys, {list(keys.shape)}, and is {list(values.shape)}")
     for name in ("queries", "pseudo"):
-        tensor = given[name]
+        tensor = by_name[name]
         if tensor is not None and (tensor.shape[0], tensor.shape[3]) != (batch, head_dim):
             raise KvlabError(
                 f"{name} must be {shapes[name]} with the keys' batch of {batch} and head_dim of {head_dim}, and is "
@@ -60,6 +60,6 @@ def check_shapes(
             f"{list(pre_queries.shape)}"
         )
     more = {"accumulated": accumulated, "projection": projection, "pre_queries": pre_queries}
-    for name, tensor in (given | more).items():
+    for name, tensor in (by_name | more).items():
         if tensor is not None and not bool(torch.isfinite(tensor).all()):
             raise KvlabError(f"{name} holds values that are not finite (NaN or infinity); they must all be numbers")

@@ -53,7 +53,7 @@ def fits(trace: Trace, name: str, budget: int) -> bool:
         policy = made(name, max(budget, minimum(name)))
         needs = policy.needs
         has_pseudo = needs.pseudo is None or trace.prompt.pseudo(policy) is not None
-        trace.prompt.answers(policy)
+        trace.prompt.check_inputs(policy)
     except KvlabError:  # also raised by a user's policy that cannot be made from a budget alone
         return False
     queries = trace.queries.shape[2] - trace.steps

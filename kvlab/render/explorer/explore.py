@@ -17,7 +17,7 @@ from kvlab.render.explorer.effects import Picture
 from kvlab.render.explorer.explorer import Explorer
 from kvlab.render.explorer.query_view import Spot
 from kvlab.render.explorer.texts import texts
-from kvlab.traces.as_trace import opened
+from kvlab.traces.trace import opened
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM

@@ -46,7 +46,7 @@ class Look:
     @property
     def row(self) -> int:
         """Where the query's layer stands among those of the trace."""
-        return self.trace.layout.place(self.spot.layer)
+        return self.trace.layout.index(self.spot.layer)
 
     @property
     def title(self) -> str:

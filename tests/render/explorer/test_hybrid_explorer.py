@@ -52,7 +52,7 @@ def test_what_is_shown_is_that_layers(explorer, trace):
 @pytest.mark.parametrize(
     ("layer", "message"), [(3, "layers 2 and 4 of the model are in this trace, and layer 3"), (5, "2 .. 4")]
 )
-def test_a_layer_that_is_not_compressed_cannot_be_looked_at(explorer, layer, message):
+def test_a_layer_that_is_not_compressed_cannot_be_read_skeleton(explorer, layer, message):
     with pytest.raises(KvlabError, match=message):
         explorer.show(layer=layer)
 

@@ -60,10 +60,10 @@ def loss(lm: kvlab.LM, prompt: Tensor, response: Tensor, read: list[Tensor], gat
         causal = torch.ones(length, length, dtype=torch.bool).tril()
         weights = softmax_over(logits, causal.expand_as(logits), call.sinks)
         full = weights @ values
-        seen = causal[-steps:] & read[call.place]
+        seen = causal[-steps:] & read[call.index]
         o = softmax_over(logits[:, -steps:], seen, call.sinks) @ values
-        lost = weights[:, -steps:] * (causal[-steps:] & ~read[call.place])
-        gate = gates[call.place].repeat_interleave(heads // kv_heads, 0)[:, None]
+        lost = weights[:, -steps:] * (causal[-steps:] & ~read[call.index])
+        gate = gates[call.index].repeat_interleave(heads // kv_heads, 0)[:, None]
         back = torch.einsum("hte,hted->htd", gate * lost, values[:, None] - o[:, :, None])
         return torch.cat([full[:, :-steps], o + back], 1)[None].to(call.queries.dtype)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvlab.live.session import Session
 
 
-class Gather(Policy):
+class SharedPrefill(Policy):
     """Keeps everything, and gathers while a prompt comes in what other policies will want to know of it."""
 
     name: ClassVar[str] = "gather"
@@ -30,15 +30,15 @@ class Gather(Policy):
         return self.asks
 
 
-def gather(model: nn.Module, policies: Sequence[Policy]) -> Session:
+def shared_prefill(model: nn.Module, policies: Sequence[Policy]) -> Session:
     """A session that prefills for several policies at once.
 
     ```python
-    with kvlab.live.gather.gather(model, policies):
+    with kvlab.live.shared_prefill.shared_prefill(model, policies):
         prefilled = model(ids, use_cache=True).past_key_values
     for policy in policies:
         with kvlab.compress(model, policy) as session:
             past = session.branch(prefilled)          # go on from here as after a prefill of its own
     ```
     """
-    return compress(model, Gather(asks=reduce(or_, (policy.needs.inputs for policy in policies), NOTHING)))
+    return compress(model, SharedPrefill(asks=reduce(or_, (policy.needs.inputs for policy in policies), NOTHING)))
