@@ -169,7 +169,7 @@ def _greedy(
         layer.update(keys[None], values[None])
         mine.append(layer)
     cache = DynamicCache()
-    cache.layers = adapter.arranged(lm.model, hookable.layout_of(lm.model), mine)
+    cache.layers = adapter.arrange_layers(lm.model, hookable.layout_of(lm.model), mine)
     for number, layer in others.items():
         cache.layers[number] = adapter.copy_layer(layer)
     made = [logits.argmax()]

@@ -165,7 +165,7 @@ class Response:
 
     def _cache(self, modules: Sequence[torch.nn.Module], points: int) -> Cache:
         mine = [_Behind(self.prompt) for _ in modules]
-        layers = adapter.arranged(self.lm.model, hookable.layout_of(self.lm.model), mine)
+        layers = adapter.arrange_layers(self.lm.model, hookable.layout_of(self.lm.model), mine)
         rows = torch.zeros(points, dtype=torch.int64, device=self.lm.device)
         for number, layer in self.others.items():
             layers[number] = _differentiable(adapter.copy_rows(layer, rows))
