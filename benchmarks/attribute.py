@@ -29,6 +29,7 @@ from kvlab.attribution.attribute import POINTS, integrated_effects, run_policy
 from kvlab.bench import clock, memory
 
 PLAIN, EFFECTS, ALL, MIB = "plain prefill", "effects", "attribute", 2**20
+LENGTHS = [4096]
 
 
 def runs_of(lm: kvlab.LM, policy: kvlab.Policy, ids: torch.Tensor, new_tokens: int) -> dict:
@@ -41,7 +42,9 @@ def runs_of(lm: kvlab.LM, policy: kvlab.Policy, ids: torch.Tensor, new_tokens: i
 
 
 def main(
-    tokens: Annotated[list[int], typer.Option(min=64, help="Length of a prompt; may be given several times.")] = [4096],  # noqa: B006
+    tokens: Annotated[
+        list[int], typer.Option(min=64, help="Length of a prompt; may be given several times.")
+    ] = LENGTHS,
     new_tokens: Annotated[int, typer.Option(min=2, help="Length of the response.")] = 64,
     policy: Annotated[str, typer.Option(help="A policy that evicts or selects.")] = "snapkv",
     budget: Annotated[int, typer.Option(min=1, help="Entries for each layer and KV head.")] = 256,

@@ -113,7 +113,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[reportIncompatibleMethodOverride]
         return onednn(gradients[0], ctx.saved_tensors[0].T), None, None
 
 

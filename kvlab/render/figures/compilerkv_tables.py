@@ -119,7 +119,7 @@ def held_out(findings: Findings) -> Figure:
         axes, ("nll", "mass"), ("NLL saved (nats per token)", "attention mass saved"), strict=True
     ):
         # The first comparison is drawn at the top.
-        rows = at(gains, measure=measure)[::-1]
+        rows = at(gains, measure=measure).iloc[::-1]
         plots.points(ax, rows, range(len(rows)), rows=True)
         ax.axvline(0, color=AXIS, linewidth=1)
         ax.set_yticks(range(len(rows)), [analysis.COMPARED[comparison] for comparison in rows["comparison"]])

@@ -75,7 +75,9 @@ def figure_4(findings: Findings) -> Figure:
         gains.plot(reduced["ratio"], reduced["value"], color=colour, marker=marker, linestyle=":", label=label)
     chosen = findings.frame(merging.REDUCTION_OF_CHOICE)
     for colour, (choice, part) in zip(plots.COLOURS[3:], chosen.groupby("choice", sort=False), strict=False):
-        plots.points(gains, part, part["ratio"], color=colour, fmt="x", capsize=None, label=VARIANTS[str(choice)])
+        plots.points(
+            gains, part, part["ratio"].tolist(), color=colour, fmt="x", capsize=None, label=VARIANTS[str(choice)]
+        )
     gains.plot(printed["ratio"], printed["reduction"], color=plots.PAPER, linestyle="--", linewidth=1.2)
     plots.paper_points(gains, list(printed["ratio"]), list(printed["reduction"]), "paper (LLaMA-2-7B)")
     gains.axhline(0, color=plots.EDGE, linewidth=1)
@@ -114,7 +116,7 @@ def while_decoding(findings: Findings) -> Figure:
     kinds.set(ylabel="of eviction's error removed (%)", title="whole response")
     kinds.legend(title="error of", fontsize=9)
     quarters = findings.frame(decoding.REDUCTION_OF_PART)
-    plots.points(parts, 100 * quarters.filter(["value", "low", "high"]), quarters["part"], fmt="o-")
+    plots.points(parts, 100 * quarters.filter(["value", "low", "high"]), quarters["part"].tolist(), fmt="o-")
     parts.axhline(0, color=plots.INK, linewidth=1)
     parts.set_xticks(range(1, decoding.PARTS + 1))
     parts.set(xlabel="quarter of the response", ylabel="of eviction's error removed (%)", title="residual merging")
