@@ -245,7 +245,8 @@ class LiveCache(DynamicCache):
     @property
     def is_croppable(self) -> bool:
         """Whether the newest tokens can be taken back; not once a policy may have evicted or merged for them."""
-        return super().is_croppable and not self.acting
+        # Transformers 5.16 has no such attribute.
+        return getattr(super(), "is_croppable", True) and not self.acting
 
     @property
     def acting(self) -> list[Policy]:
