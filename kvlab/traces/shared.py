@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 CODE = (
     "core/adapter.py",
     "core/attention.py",
+    "core/dense_slots.py",
+    "core/entries.py",
     "core/hookable.py",
     "core/hooks.py",
     "core/layout.py",
