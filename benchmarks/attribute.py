@@ -13,13 +13,12 @@ for each, above what the loaded model takes.
 from __future__ import annotations
 
 import json
-import statistics
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from common import bar, in_a_sentence, prefill, prompt, run, write_csv
+from common import bar, in_a_sentence, prefill, prompt, run, time_columns, write_csv
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -73,7 +72,6 @@ def main(
                 times[name].append(clock.seconds(lm.device, chosen[name]))
                 progress.advance(task)
             for name in chosen:
-                ratios = clock.ratios(times[name], times[PLAIN])
                 order = [__file__, "--model", model, "--tokens", str(length), "--new-tokens", str(new_tokens)]
                 order += ["--policy", policy, "--budget", str(budget), "--peak-of", name]
                 found = json.loads(memory.in_fresh_process(order, f"{name!r} at {length} tokens"))
@@ -82,10 +80,7 @@ def main(
                     dict(
                         tokens=length,
                         what=name,
-                        seconds=statistics.median(times[name]),
-                        ratio=statistics.median(ratios),
-                        ratio_low=min(ratios),
-                        ratio_high=max(ratios),
+                        **time_columns(times[name], times[PLAIN]),
                         peak_mib=found["bytes"] / MIB,
                     )
                 )

@@ -14,14 +14,13 @@ process for each, above what the loaded model takes.
 from __future__ import annotations
 
 import json
-import statistics
 from pathlib import Path
 from typing import Annotated
 
 import psutil
 import torch
 import typer
-from common import bar, in_a_sentence, prefill, prompt, run, write_csv
+from common import bar, in_a_sentence, prefill, prompt, run, time_columns, write_csv
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -78,14 +77,10 @@ def measure(model: str, lengths: list[int], repeats: int, limit: float, pseudo: 
                 progress.update(task, description=f"memory of {method}, {tokens} tokens")
                 found = in_fresh_process(method, model, tokens, pseudo)
                 progress.advance(task)
-                ratios = clock.ratios(times[method], times[PLAIN])
                 row = dict(
                     tokens=tokens,
                     method=method,
-                    seconds=statistics.median(times[method]),
-                    ratio=statistics.median(ratios),
-                    ratio_low=min(ratios),
-                    ratio_high=max(ratios),
+                    **time_columns(times[method], times[PLAIN]),
                     peak_mib=found["bytes"] / MIB,
                 )
                 rows.append(row)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import csv
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from transformers import DynamicCache
 from transformers.utils.generic import ModelOutput
 
+from kvlab.bench import clock
 from kvlab.errors import KvlabError
 from kvlab.inputs.models import LM
 from kvlab.lib import environment
@@ -37,6 +39,17 @@ def prefill(lm: LM, ids: torch.Tensor, attention: str = "sdpa", **more: Any) -> 
             return lm.model(ids[None], past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1, **more)
     finally:
         lm.model.set_attn_implementation("sdpa")
+
+
+def time_columns(times: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
+    """Columns of a table: the median of the times, and that of their ratios to the reference's, with its range."""
+    ratios = clock.ratios(times, reference)
+    return {
+        "seconds": statistics.median(times),
+        "ratio": statistics.median(ratios),
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
+    }
 
 
 def bar(console: Console) -> Progress:
