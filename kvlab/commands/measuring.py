@@ -54,13 +54,16 @@ def attribute(
     nothing else.
     """
     from kvlab.errors import KvlabError
-    from kvlab.methods import has_budget
-    from kvlab.methods import policy as made
+    from kvlab.lib import policy_names
 
     extras.need("matplotlib", "seaborn")
+    policy_names.check([policy])
     (entries, *more) = options.numbers(budget, "--budget", options.entries) or [0]
     if more:
         raise KvlabError(f"one budget is attributed at a time, and --budget {budget} names several")
+    from kvlab.methods import has_budget
+    from kvlab.methods import policy as made
+
     given = options.task_parameters(parameters or [])
     tested = made(policy, **({"budget": entries} if has_budget(policy) else {}), **given)
     if out.exists() and not out.is_dir():
