@@ -9,7 +9,6 @@ attribution patching has it. `kvlab/attribution/gated.py` holds the algebra of o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,8 +18,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvlab.attribution.path import Response
 from kvlab.attribution.results import Attribution, Found
-from kvlab.core import adapter, hookable
-from kvlab.core.store import EMPTY
+from kvlab.core import adapter, hookable, ranking
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import lm_of
 from kvlab.lib import progress_bars
@@ -105,8 +103,7 @@ def attribute(
     stepwise = tested.needs.acts_while_decoding
     work = progress_bars.work(len(ids), *[1] * (tokens * (stepwise + (given is None))))
     work += (points * PASS + 2) * tokens
-    with ExitStack() as stack:
-        stack.enter_context(progress_bars.layers(modules, work, "attribute", progress))
+    with progress_bars.layers(modules, work, "attribute", progress):
         made, reads = run_policy(lm, tested, ids, given, tokens)
         found = _integrated(made, reads, loss, points)
     return Attribution(lm, tested, document, ids, made, reads, found, loss)
@@ -184,14 +181,13 @@ def _reads(session: Session, prompt: int, steps: int, stepwise: bool) -> list[Te
     found = []
     for layer in session.layout.compressed:
         if stepwise:
-            positions = [session.records.positions(layer, step + 1) for step in range(steps)]
-            read = torch.zeros(len(positions[0]), steps, prompt + steps + 1, dtype=torch.bool)
-            for step, places in enumerate(positions):
-                read[:, step].scatter_(-1, places.masked_fill(places == EMPTY, prompt + steps), True)
+            sets = [session.records.positions(layer, step + 1) for step in range(steps)]
         else:
-            places = session.kept_after_prefill(layer)
-            read = torch.zeros(len(places), 1, prompt + steps + 1, dtype=torch.bool)
-            read[:, 0].scatter_(-1, places.masked_fill(places == EMPTY, prompt + steps), True)
+            sets = [session.kept_after_prefill(layer)]
+        read = torch.zeros(len(sets[0]), len(sets), prompt + steps + 1, dtype=torch.bool)
+        for step, positions in enumerate(sets):
+            ranking.mark(read[:, step], positions)
+        if not stepwise:
             read[..., prompt:] = True
         found.append(read[..., :-1].to(hookable.device_of(session.model)))
     return found
@@ -223,11 +219,9 @@ def integrated_effects(made: Response, reads: list[Tensor], points: int) -> Tens
     device = made.lm.device
     gates = torch.tensor((nodes + 1) / 2, dtype=torch.float32, device=device)
     weights = torch.tensor(counts / 2, dtype=torch.float32, device=device)
-    total: Tensor | None = None
+    total = torch.zeros((), device=device)
     for some in range(0, points, made.points_at_once):
         part = slice(some, some + made.points_at_once)
         passed = made.forward(reads, gates[part], weights[part])
-        found = torch.stack([line.effects for line in passed.lines])
-        total = found if total is None else total + found
-    assert total is not None, "there is at least one point"
+        total = total + torch.stack([line.effects for line in passed.lines])
     return -total

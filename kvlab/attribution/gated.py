@@ -82,16 +82,15 @@ class Block:
     point: int
     rows: slice
     queries: Tensor  # [rows, head_dim], scaled
-    own_keys: Tensor  # [steps, head_dim], the response's
-    own_values: Tensor
+    keys: Tensor  # [first + steps, head_dim], of what some step reads with the response behind it
+    values: Tensor
     visible: Tensor  # [rows, first + steps], causal
     read: Tensor  # the same, less what the policy does not read
     sinks: Tensor | None  # [rows, 1]
 
     def logits(self, head: HeadReads, softmax: Softmax) -> tuple[Tensor, Tensor]:
         """Of what some step reads with the response behind it, `[rows, first + steps]`, and of the rest."""
-        keys = torch.cat([head.keys_first, self.own_keys])
-        first = onednn.by_transposed(self.queries, keys)
+        first = onednn.by_transposed(self.queries, self.keys)
         last = onednn.by_transposed(self.queries, head.keys_last)
         return softmax.capped(first), softmax.capped(last)
 
@@ -139,14 +138,16 @@ class Line:
         sinks = None if sinks is None else sinks.float().repeat_interleave(steps)[:, None]
         for point in range(points):
             rows = queries[point, h].reshape(group * steps, -1)
+            all_keys = torch.cat([head.keys_first, keys[point, h]])
+            all_values = torch.cat([head.values_first, values[point, h]])
             for start in range(0, len(rows), some):
                 part = slice(start, min(start + some, len(rows)))
                 yield Block(
                     point,
                     part,
                     rows[part],
-                    keys[point, h],
-                    values[point, h],
+                    all_keys,
+                    all_values,
                     visible[part],
                     read[part],
                     None if sinks is None else sinks[part],
@@ -175,15 +176,14 @@ class _Attend(torch.autograd.Function):
         for h, head in line.heads():
             for block in line.blocks(head, h, shaped, keys, values):
                 first, last = block.logits(head, softmax)
-                own = torch.cat([head.values_first, block.own_values])
                 first.masked_fill_(~block.visible, -torch.inf)
                 of_read = first.masked_fill(~block.read, -torch.inf)
                 sum_read = _logsum(of_read, block.sinks)
                 sum_full = torch.logaddexp(_logsum(first, block.sinks), _logsum(last, None))
-                o = _times((of_read - sum_read).exp_(), own)
+                o = _times((of_read - sum_read).exp_(), block.values)
                 first.sub_(sum_full).exp_()
                 last.sub_(sum_full).exp_()
-                f = _times(first, own) + _times(last, head.values_last)
+                f = _times(first, block.values) + _times(last, head.values_last)
                 at = block.point, h
                 for whole, part in ((policy, o), (full, f)):
                     whole[at].flatten(0, 1)[block.rows] = part
@@ -219,12 +219,11 @@ class _Attend(torch.autograd.Function):
                 of_policy, of_full = (each[at].flatten()[block.rows, None] for each in along)
                 first, last = block.logits(head, softmax)
                 bend_first, bend_last = _slope(first, softmax), _slope(last, softmax)
-                own = torch.cat([head.values_first, block.own_values])
                 first.masked_fill_(~block.visible, -torch.inf)
                 read = (first - sum_read).masked_fill_(~block.read, -torch.inf).exp_()
                 first.sub_(sum_full).exp_()
                 last.sub_(sum_full).exp_()
-                shown_first = onednn.by_transposed(out, own)  # v . dL/do
+                shown_first = onednn.by_transposed(out, block.values)  # v . dL/do
                 shown_last = onednn.by_transposed(out, head.values_last)
                 # What the policy does not read: a (v - o) . dL/do.
                 part_last = last * shown_last
@@ -232,16 +231,15 @@ class _Attend(torch.autograd.Function):
                 lost_first = (first * (shown_first - of_policy)).masked_fill_(block.read, 0).sum(0)
                 weight = line.weights[block.point]
                 _add(line.effects[h], head, line.layer.prompt, weight * lost_first, weight * lost_last)
-                mixed = g * first + (1 - g) * read
+                mixed = g * first[:, -steps:] + (1 - g) * read[:, -steps:]
                 slope = g * first * (shown_first - of_full) + (1 - g) * read * (shown_first - of_policy)
                 slope_last = part_last.sub_(last.mul_(of_full)).mul_(g)
                 if bend_first is not None and bend_last is not None:
                     slope, slope_last = slope * bend_first, slope_last * bend_last
-                all_keys = torch.cat([head.keys_first, block.own_keys])
-                back = _times(slope, all_keys) + _times(slope_last, head.keys_last)
+                back = _times(slope, block.keys) + _times(slope_last, head.keys_last)
                 to_queries[at].flatten(0, 1)[block.rows] = back * factor
                 to_keys[at] += slope[:, -steps:].T @ block.queries
-                to_values[at] += mixed[:, -steps:].T @ out
+                to_values[at] += mixed.T @ out
         return to_queries.flatten(1, 2), to_keys, to_values, None
 
 

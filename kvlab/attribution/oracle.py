@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvlab.attribution.attribute import integrated_effects, response_ids, run_policy
 from kvlab.attribution.path import Response
-from kvlab.core.ranking import top_positions
+from kvlab.core.ranking import mark, top_positions
 from kvlab.core.store import EMPTY
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import lm_of
@@ -101,20 +101,21 @@ def oracle_effect(
         raise KvlabError("an oracle needs a response of two tokens or more")
     made, _ = run_policy(lm, policy("full"), ids, given, tokens)
     budget = min(whole("budget", budget), len(ids))
-    ends = _losses(made, [torch.arange(len(ids)).expand(*_shape(made), -1)])
+    everything = torch.arange(len(ids)).expand(*_shape(made), -1)
+    full = made.forward(_reads(made, everything), torch.ones(1, device=lm.device))
+    full_loss = float(full.values[0])
     if budget == len(ids):
-        whole_sets = torch.arange(len(ids)).expand(*_shape(made), -1)
-        return Limit(
-            GivenSets(budget=budget, sets=whole_sets, source="oracle_effect"), ends[0], ends[0], pd.DataFrame()
-        )
+        kept = GivenSets(budget=budget, sets=everything, source="oracle_effect")
+        return Limit(kept, full_loss, full_loss, pd.DataFrame())
+    attention = torch.stack([line.attention for line in full.lines])[..., : made.prompt].cpu()
     sinks, newest = min(SINKS, budget // BASE), budget // BASE
     small = torch.cat([torch.arange(sinks), torch.arange(len(ids) - newest, len(ids))]) if newest else torch.arange(1)
     effects = _effects(made, small.expand(*_shape(made), -1), points)
     scores = effects.index_fill(-1, small, torch.inf)
     best, best_loss, rows = torch.empty(0), torch.inf, []
-    candidates = [("small cache", top_positions(scores, budget)), ("attention", _gold(made, budget))]
+    candidates = [("small cache", top_positions(scores, budget)), ("attention", top_positions(attention, budget))]
     for name, sets in candidates:
-        (loss,) = _losses(made, [sets])
+        loss = _loss(made, sets)
         rows.append({"sets": name, "loss": loss, "kept": loss < best_loss})
         best, best_loss = (sets, loss) if loss < best_loss else (best, best_loss)
     hold = 0.5
@@ -123,14 +124,14 @@ def oracle_effect(
         held = best.gather(-1, ranked.topk(max(1, int(hold * budget)), -1).indices.sort(-1).values)
         fresh = _effects(made, held, points).scatter_(-1, held, torch.inf)
         sets = top_positions(fresh, budget)
-        (loss,) = _losses(made, [sets])
+        loss = _loss(made, sets)
         rows.append({"sets": f"round {number + 1}, {held.shape[-1]} kept", "loss": loss, "kept": loss < best_loss})
         if loss < best_loss:
             best, best_loss, scores = sets, loss, fresh
         else:
             hold = (1 + hold) / 2
     found = GivenSets(budget=budget, sets=best, source="oracle_effect")
-    return Limit(found, best_loss, ends[0], pd.DataFrame(rows))
+    return Limit(found, best_loss, full_loss, pd.DataFrame(rows))
 
 
 def _shape(made: Response) -> tuple[int, int]:
@@ -141,24 +142,15 @@ def _reads(made: Response, sets: Tensor) -> list[Tensor]:
     """What each step reads, where the prompt is cut down to these sets `[layers, kv_heads, n]` and all else stays."""
     length = made.prompt + made.steps
     read = torch.zeros(*sets.shape[:2], length + 1, dtype=torch.bool)
-    read.scatter_(-1, sets.masked_fill(sets == EMPTY, length), True)
+    mark(read, sets)
     read[..., made.prompt :] = True
     return list(read[..., :-1, None].transpose(-1, -2).to(made.lm.device))
 
 
-def _losses(made: Response, several: Sequence[Tensor]) -> list[float]:
-    start = torch.zeros(1, device=made.lm.device)
-    return [float(made.forward(_reads(made, sets), start).values[0]) for sets in several]
+def _loss(made: Response, sets: Tensor) -> float:
+    return float(made.forward(_reads(made, sets), torch.zeros(1, device=made.lm.device)).values[0])
 
 
 def _effects(made: Response, sets: Tensor, points: int) -> Tensor:
     """Of the prompt's entries, `[layers, kv_heads, prompt]`; 0 for those in the sets."""
     return integrated_effects(made, _reads(made, sets), points)[..., : made.prompt].cpu()
-
-
-def _gold(made: Response, budget: int) -> Tensor:
-    """The sets that the response attends to most, from one pass of it over the full cache."""
-    everything = torch.arange(made.prompt).expand(*_shape(made), -1)
-    passed = made.forward(_reads(made, everything), torch.ones(1, device=made.lm.device))
-    attention = torch.stack([line.attention for line in passed.lines])[..., : made.prompt].cpu()
-    return top_positions(attention, budget)

@@ -9,45 +9,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from kvlab.attribution.gated import LayerReads, Line
 from kvlab.core import adapter, hookable, hooks, onednn
 from kvlab.core.attention import exact
+from kvlab.core.store import LayerStore
 from kvlab.inputs.models import LM
 
 LOGITS_AT_ONCE = 1 << 26
 """Logits of one pass: points on the line run together as long as they have no more."""
 
 
-class _Behind(CacheLayerMixin):
-    """A layer of transformers' cache that says how long the prompt is, and hands on what is new alone."""
-
-    is_croppable = False
-    supports_early_init = False
-
-    def __init__(self, prompt: int):
-        super().__init__()
-        self.prompt, self.is_initialized = prompt, True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is stored."""
+class _NewAlone(adapter.StoreLayer):
+    """Says how long the prompt in its store is, and hands on what is new alone; nothing is stored."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.prompt + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.prompt
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """`get_max_length`'s name before transformers 5.14."""
-        return -1
 
 
 def _differentiable(layer: Any) -> Any:
@@ -119,7 +97,6 @@ class Response:
         """
         model, lm = self.lm.model, self.lm
         points, device = len(gates), lm.device
-        modules = hookable.layers_of(model)
         counts = torch.zeros_like(gates) if weights is None else weights
         lines: list[Line] = []
 
@@ -142,7 +119,7 @@ class Response:
             try:
                 with hooks.hooked(model, attend, pre_rope=False):
                     logits = model(
-                        ids.clone(), position_ids=places, past_key_values=self._cache(modules, points), use_cache=True
+                        ids.clone(), position_ids=places, past_key_values=self._cache(points), use_cache=True
                     ).logits
             finally:
                 if hook is not None:
@@ -163,8 +140,8 @@ class Response:
         following = self.ids[1:].to(known.device).expand(len(known), -1)
         return -known.gather(-1, following[..., None])[..., 0]
 
-    def _cache(self, modules: Sequence[torch.nn.Module], points: int) -> Cache:
-        mine = [_Behind(self.prompt) for _ in modules]
+    def _cache(self, points: int) -> Cache:
+        mine = [_NewAlone(LayerStore(keys[None], values[None])) for keys, values in self.entries]
         layers = adapter.arrange_layers(self.lm.model, hookable.layout_of(self.lm.model), mine)
         rows = torch.zeros(points, dtype=torch.int64, device=self.lm.device)
         for number, layer in self.others.items():

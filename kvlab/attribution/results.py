@@ -184,12 +184,11 @@ class Attribution:
 
         evicted = self.evicted.flatten().nonzero()[:, 0]
         difference = self._found.policy_loss - self._found.full_loss
+        ranked = {order: self._ranked(order, evicted, seed) for order in orders}
         plan = [(order, n) for order in orders for n in counts if n <= len(evicted)]
         rows = []
         for order, n in progress_bars.each(plan, "restore", "run"):
-            ranked = self._ranked(order, evicted, seed)
-            loss = self._loss_with(ranked[:n])
-            regained = self._found.policy_loss - loss
+            regained = self._found.policy_loss - self._loss_with(ranked[order][:n])
             share = regained / difference if difference else float("nan")
             rows.append({"order": order, "entries": n, "regained": regained, "share": share})
         return pd.DataFrame(rows, columns=["order", "entries", "regained", "share"])

@@ -99,6 +99,13 @@ def with_last(scores: Tensor, last: int) -> Tensor:
     return forced
 
 
+def mark(chosen: Tensor, positions: Tensor) -> None:
+    """Mark positions `[..., n]` in place in `chosen`, bool `[..., length + 1]`: what pads with -1 falls into the last
+    column, which is no position.
+    """
+    chosen.scatter_(-1, positions.masked_fill(positions == PAD, chosen.shape[-1] - 1), True)
+
+
 def positions_of(chosen: Tensor) -> Tensor:
     """The positions that are chosen, bool `[..., length]` -> int64 `[..., most]`, ascending, -1 at the end of rows with
     fewer.

@@ -105,10 +105,9 @@ def readings(steps: slice, sets: list[Tensor], length: int) -> Iterator[Reading]
 
 
 def _readings(steps: slice, sets: list[Tensor], length: int) -> Iterator[Reading]:
-    # What only pads a row falls into a column of its own.
     read = sets[0].new_zeros(*sets[0].shape[:2], len(sets), length + 1, dtype=torch.bool)
     for step, positions in enumerate(sets):
-        read[:, :, step].scatter_(-1, positions.masked_fill(positions == EMPTY, length), True)
+        ranking.mark(read[:, :, step], positions)
     for layer in read[..., :length]:
         # Over bytes, since torch's `any` over another dimension than the last is fifty times slower.
         positions = ranking.positions_of(layer.view(torch.uint8).amax(1).bool())
