@@ -70,6 +70,8 @@ NAMES = {
         *(f"workbench.experiments.experiment.{name}" for name in ("Experiment", "Profile", "Job")),
     ],
 }
+# A function returns these; nobody else makes one, so that the page leaves out how.
+RETURNED = {"attribution.results.Attribution"}
 OPTIONS = "kvlab.traces.recording.Options"
 ALIASES = [
     *("kvlab.traces.recording.OnePrompt", "kvlab.traces.recording.SeveralPrompts", "kvlab.replays.run.OneTrace"),
@@ -284,7 +286,8 @@ def _explained(name: str) -> list[str]:
         directive, options = "autofunction", ""
     else:
         directive, options = "autodata", "   :no-value:\n"
-    return ["```{eval-rst}", f".. {directive}:: {name}", options, "```", ""]
+    signature = "()" if name.removeprefix("kvlab.") in RETURNED else ""
+    return ["```{eval-rst}", f".. {directive}:: {name}{signature}", options, "```", ""]
 
 
 def main(out: Path = ROOT / "build" / "docs") -> None:
