@@ -146,11 +146,11 @@ def test_contenders_get_what_they_need_and_come_once():
 
 
 def test_every_policy_has_a_family():
-    from kvlab.render.figures import many_policies
+    from kvlab.render import theme
 
     assert "other" not in {equal_bytes.family(name) for name in policies()}
-    assert {many_policies.colour(name) for name in policies()}.isdisjoint({many_policies.OTHER})
-    assert equal_bytes.family("mine") == "other" and many_policies.colour("mine") == many_policies.OTHER
+    assert {theme.family_colour(name) for name in policies()}.isdisjoint({theme.OTHER})
+    assert equal_bytes.family("mine") == "other" and theme.family_colour("mine") == theme.OTHER
 
 
 def test_a_needle_s_metric_is_the_mean_of_its_scores(reader):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvlab.render import theme
 from kvlab.render.explorer.html_medium import BLUE, FAINT, RED, STATIC, Medium, shade
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def strip(look: Look, medium: Medium = STATIC, height: int = 64) -> str:
     rug = [
         f'<path d="{_rows(cells)}" transform="translate(0 {band + 2.5})" stroke="{colour}" stroke-width="5"/>'
         for cells, colour in (
-            ((stored > 0) & (read == 0), "#c3cad2"),
+            ((stored > 0) & (read == 0), theme.RULE),
             (read > 0, shade(BLUE, 0.45)),
             (read >= 0.5 * size, f"rgb{BLUE}"),
         )
@@ -197,7 +198,7 @@ def _map(
     )
     drawing = (
         f'<g transform="translate({MARGIN} {CELL / 2}) scale({width:.4g} {CELL})">{cells}</g>'
-        f'<path d="{_box(MARGIN, 0, columns * width, high)}" fill="none" stroke="#c3cad2" stroke-width="0.6"/>'
+        f'<path d="{_box(MARGIN, 0, columns * width, high)}" fill="none" stroke="{theme.RULE}" stroke-width="0.6"/>'
         f'<path class="kvlab-chosen" d="{outline}" fill="none" stroke="#000" stroke-width="1.8"/>{marks}{scale}'
     )
     mean, value = values.mean(), values[layer, column]

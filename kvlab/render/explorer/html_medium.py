@@ -11,9 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from html import escape
 
+from kvlab.render import theme
+
 READ, STORED, GONE = "read", "stored, not read", "evicted or merged"
 # Okabe and Ito's palette, as in the figures: read attention is blue, lost attention vermilion.
-BLUE, RED, INK, FAINT = (0, 114, 178), (213, 94, 0), "#1c2430", "#566173"
+BLUE, RED, INK, FAINT = (0, 114, 178), (213, 94, 0), theme.INK, theme.EDGE
+LOST_MOST = "#a84a00"  # the tokens that the query lost the most on
 DIM = "#525b67"  # tokens that the query cannot read
 LEVELS = 8  # shades of attention that is lost on a token
 HEIGHT = 320  # of the text, in pixels; a longer text is scrolled

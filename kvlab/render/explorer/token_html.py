@@ -11,12 +11,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvlab.render.explorer.html_medium import BLUE, FAINT, GONE, INK, LEVELS, LOOKS, READ, STATIC, STORED, Medium
+from kvlab.render.explorer.html_medium import (
+    BLUE,
+    FAINT,
+    GONE,
+    INK,
+    LEVELS,
+    LOOKS,
+    LOST_MOST,
+    READ,
+    STATIC,
+    STORED,
+    Medium,
+)
 
 if TYPE_CHECKING:
     from kvlab.render.explorer.query_view import Look
 
-LOST_MOST = "#a84a00"  # the tokens that the query lost the most on
 # Shares of the attention on one token: from the first on in full colour; from the second on told under the mouse; below
 # the third not painted.
 STRONG, MODERATE, WEAK = 0.05, 0.002, 0.0005

@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 from kvlab import papers
 from kvlab.analyses.compilerkv import ablation, printed, quality, theorem
 from kvlab.analyses.compilerkv.variants import ladder
+from kvlab.render import theme
 from kvlab.render.figures import plots
 from kvlab.render.figures.many_policies import AXIS, at
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvlab.analyses.findings import Findings
 
-OURS, OTHERS = plots.COLOURS[0], plots.COLOURS[1]
+OURS, OTHERS = theme.look("compilerkv").colour, plots.COLOURS[1]
 SHOWN = ("filled", *quality.RIVALS)
 BUDGET = "budget, entries for each layer and KV head"
 GATED = "CompilerKV, gated"
@@ -142,7 +143,7 @@ def _curves(ax: Axes, curves: pandas.DataFrame, ylabel: str, title: str) -> None
         y="value",
         hue="method",
         names=quality.LABELS,
-        colours=dict(zip(SHOWN, plots.COLOURS, strict=False)),
+        colours=theme.colours(SHOWN) | {"filled": OURS},
         xlabel=BUDGET,
         ylabel=ylabel,
         title=title,

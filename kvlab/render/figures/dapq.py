@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 
 from kvlab import papers
 from kvlab.analyses.dapq import control, position, pseudo, recall
+from kvlab.render import theme
 from kvlab.render.figures import plots
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ POLICIES = {
     "streamingllm": "StreamingLLM",
     "pyramidkv": "PyramidKV",
 }
-COLOURS = dict(zip(POLICIES, plots.COLOURS, strict=False))
+COLOURS = theme.colours(POLICIES)
 ENTRIES = "entries for each layer and KV head"
 CONTENTS = {"true": "the response", "last": "the prompt's end", "random": "random", "sentence": "the sentence"}
 SNAPKV_WINDOW = 32  # tokens, by its authors' settings
@@ -282,7 +283,7 @@ def figure_6a(findings: Findings) -> Figure:
         xs = [order.index(content) + 0.16 * (number - (len(budgets) - 1) / 2) for content in part["content"]]
         plots.points(left, part, xs, color=plots.COLOURS[number], label=f"{budget} entries")
     # On its right is the content at the wrong position.
-    left.axvline(len(order) - 1.5, color="#c5cbd3", linewidth=1)
+    left.axvline(len(order) - 1.5, color=theme.RULE, linewidth=1)
     left.set_xticks(range(len(order)), [content.replace(" at 0", "\nat 0-31") for content in order])
     left.set_ylim(0, 1)
     left.set_ylabel("recall of the gold top-k")

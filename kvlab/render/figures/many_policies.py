@@ -11,30 +11,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.transforms import blended_transform_factory
 
-from kvlab.analyses.together import equal_bytes
+from kvlab.render import theme
 from kvlab.render.figures import plots
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
 
-INK, FAINT, AXIS = plots.INK, "#7a8594", plots.EDGE
-BETTER, WORSE = plots.COLOURS[0], plots.COLOURS[1]
-OTHER = plots.COLOURS[-1]
-FAMILY_COLOURS = {
-    "reference": FAINT,
-    "recent tokens, or layers' and heads' shares": "#8a5a2b",
-    "keeps tokens of the prompt": "#0072B2",
-    "evicts or merges while decoding": "#D55E00",
-    "stores all, reads a selection": "#009E73",
-    "both: keeps some, reads some of those": "#CC79A7",
-    "drops channels of keys": "#56B4E9",
-}
+INK, FAINT, AXIS = theme.INK, theme.FAINT, theme.EDGE
+BETTER, WORSE = theme.BETTER, theme.WORSE
 
 
 def colour(policy: str) -> str:
-    """The colour of the family of a policy, which is the first word of `policy`."""
-    return FAMILY_COLOURS.get(equal_bytes.family(policy.partition(" ")[0]), OTHER)
+    """The colour of a policy, whose name is the first word of `policy`: of its family's hue."""
+    return theme.look(policy).colour
 
 
 def spread_out(preferred: Sequence[float], gap: float, low: float, high: float) -> list[float]:
@@ -163,7 +153,7 @@ def whiskers(table: pandas.DataFrame, *, names: Mapping[str, str], colours: Mapp
 
 
 def forest(table: pandas.DataFrame, *, xlabel: str, title: str) -> Axes:
-    """Paired differences, one row each: blue where the whole interval lies above zero, red below, grey across it.
+    """Paired differences, one row each: blue where the whole interval lies above zero, orange below, grey across it.
 
     table: label, value, low, high, and paper, which is shown as a heading where it changes.
     """

@@ -10,6 +10,7 @@ import pandas
 from kvlab import papers
 from kvlab.analyses.morphkv import printed as recomputed
 from kvlab.analyses.morphkv import responses, sizes, windows
+from kvlab.render import theme
 from kvlab.render.figures import plots
 
 if TYPE_CHECKING:
@@ -29,18 +30,8 @@ NAMES = {
     "streamingllm": "StreamingLLM",
     "morphkv": "MorphKV",
 }
-COLOURS = {
-    "morphkv": plots.COLOURS[0],
-    "snapkv": plots.COLOURS[1],
-    "snapkv_choosing": plots.COLOURS[5],
-    "snapkv_shared": plots.COLOURS[4],
-    "h2o": plots.COLOURS[2],
-    # No figure has one of these beside a SnapKV of its colour.
-    "keyformer": plots.COLOURS[5],
-    "scissorhands": plots.COLOURS[4],
-    "streamingllm": plots.COLOURS[3],
-    "full": plots.COLOURS[6],
-}
+SNAPKVS = {"snapkv_choosing": theme.look("snapkv_pp").colour, "snapkv_shared": theme.look("pyramidkv").colour}
+COLOURS = theme.colours(NAMES) | SNAPKVS
 MEASURES = {
     "mass_lost": "attention mass lost",
     "step_recall": "recall of each step's own top-k",

@@ -1,7 +1,7 @@
 """The style of all notebooks, and the few kinds of figure that they share.
 
 Every helper draws on `ax` if given, else on a new figure, and returns the axes. The paper's figures are always grey,
-ours always coloured (Okabe and Ito's palette, which colour-blind readers can tell apart).
+ours always coloured; a policy has its colour and marker of `kvlab.render.theme` everywhere.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import seaborn
 from matplotlib.patches import Patch, Rectangle
 
 from kvlab.errors import KvlabError
+from kvlab.render import theme
+from kvlab.render.theme import COLOURS, EDGE, GRID, INK, MAP, PAPER
 
 if TYPE_CHECKING:
     import pandas
@@ -23,11 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-PAPER = "#9aa3ae"
-INK = "#1c2430"
-EDGE = "#566173"
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5B5B5B"]
-MAP = "cividis"
 BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2}
 """Where a legend stands that would hide what is drawn: under the axes."""
 
@@ -47,7 +44,7 @@ def style() -> None:
             "axes.spines.right": False,
             "axes.grid": True,
             "axes.grid.axis": "y",
-            "grid.color": "#e6e9ed",
+            "grid.color": GRID,
             "axes.edgecolor": EDGE,
             "axes.labelcolor": INK,
             "axes.titlesize": 12,
@@ -233,15 +230,17 @@ def lines(
 ) -> Axes:
     """A line of `y` over `x` for each value of `hue`, with the band between the columns `low` and `high` if named.
 
-    One row of `frame` for each point; log=True draws y on a logarithmic scale; names: value of `hue` -> legend.
+    One row of `frame` for each point; log=True draws y on a logarithmic scale; names: value of `hue` -> legend;
+    colours: value of `hue` -> colour. A value that names a policy has the policy's colour and marker.
     """
     ax = axes(ax)
     groups = [(None, frame)] if hue is None else list(frame.groupby(hue, sort=False, observed=True))
     for number, (value, part) in enumerate(groups):
         part = part.sort_values(x)
-        colour = (colours or {}).get(cast(str, value), COLOURS[number % len(COLOURS)])
+        own = theme.look(value) if theme.is_policy(value) else theme.Look(COLOURS[number % len(COLOURS)], "o")
+        colour = (colours or {}).get(cast(str, value), own.colour)
         label = None if value is None else (names or {}).get(cast(str, value), str(value))
-        ax.plot(part[x], part[y], color=colour, label=label, marker=marker, zorder=3)
+        ax.plot(part[x], part[y], color=colour, label=label, marker=marker and own.marker, zorder=3)
         if low and high:
             ax.fill_between(part[x], part[low], part[high], color=colour, alpha=0.18, linewidth=0, zorder=2)
     if log:

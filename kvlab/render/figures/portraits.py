@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvlab.analyses.portraits import Portrait
 
-BLUES = LinearSegmentedColormap.from_list("shares", ["#ffffff", plots.COLOURS[0]])
+BLUES = LinearSegmentedColormap.from_list("shares", ["white", plots.COLOURS[0]])
 MERGED = plots.COLOURS[1]
 COLOURS_OF_A_FILE = 160
 

@@ -11,7 +11,9 @@ from matplotlib.lines import Line2D
 from kvlab import papers
 from kvlab.analyses.rocketkv import budgets, design
 from kvlab.analyses.rocketkv.budgets import NAMES
+from kvlab.render import theme
 from kvlab.render.figures import plots
+from kvlab.render.figures.many_policies import BETTER, WORSE
 
 if TYPE_CHECKING:
     import pandas
@@ -21,19 +23,10 @@ if TYPE_CHECKING:
 
     from kvlab.analyses.findings import Findings
 
-BLUE, RED, GREEN, PINK, ORANGE, SKY, GREY = plots.COLOURS
-COLOURS = {
-    "exact_topk": GREY,
-    "duoattention": ORANGE,
-    "snapkv": RED,
-    "quest": SKY,
-    "sparq": PINK,
-    "hybrid": GREEN,
-    "rocketkv": BLUE,
-}
+COLOURS = theme.colours(("exact_topk", "duoattention", "snapkv", "quest", "sparq", "hybrid", "rocketkv"))
 # The methods that RocketKV is compared with; Exact-TopK, an oracle, gives way to the published split.
 OTHERS = {name: colour for name, colour in COLOURS.items() if name not in ("exact_topk", "rocketkv")}
-OTHERS["rocketkv_published"] = GREY
+OTHERS["rocketkv_published"] = theme.OTHER
 COMPRESSION = "compression S / t (budgets grow to the right)"
 ERROR = "relative error of the output"
 
@@ -154,13 +147,13 @@ def printed(findings: Findings) -> Figure:
     for y, benchmark in enumerate(labels):
         part: Any = table[table["benchmark"] == benchmark].sort_values("gap")
         across = [y + 0.7 * (i / max(1, len(part) - 1) - 0.5) for i in range(len(part))]
-        colours = [RED if gap < 0 else BLUE for gap in part["gap"]]
+        colours = [WORSE if gap < 0 else BETTER for gap in part["gap"]]
         ax.scatter(across, part["gap"], s=16, c=colours)
     ax.axhline(0, color=plots.EDGE, linewidth=1)
     ax.set_yscale("symlog", linthresh=1)
     ax.set_xticks(range(len(labels)), list(labels.values()))
     ax.set_ylabel("RocketKV less the best of the others (points)")
-    ax.set_title("As printed, cell by cell; red: another method is ahead")
+    ax.set_title(f"As printed, cell by cell; {theme.WORDS[theme.WORSE]}: another method is ahead")
     return figure
 
 

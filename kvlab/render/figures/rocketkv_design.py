@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvlab.analyses.findings import Findings
 
-BLUE, RED, GREEN, *_ = plots.COLOURS
+BLUE, ORANGE, GREEN, *_ = plots.COLOURS
 LOSSES = {"output_error": "relative error of the output", "mass_lost": "share of attention lost"}
 
 
@@ -52,7 +52,7 @@ def first_stage(findings: Findings) -> Figure:
     labels = {c: f"S / {c**0.5:.1f}" for c in sorted(values["compression"].unique())}
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
     # Both have the colours of figure 6.
-    colours = [RED, GREEN]
+    colours = [ORANGE, GREEN]
     _losses(
         axes, values, design.FIRST_STAGES, colours, labels, "tokens that the first stage leaves", "First stage alone"
     )
@@ -118,8 +118,8 @@ def table_1(findings: Findings, compression: float = 16) -> Figure:
     right.plot(c, by_paper, "--", color=plots.PAPER, label="table 1: 1/√c + 2/c^(3/4)")
     right.plot(c, by_tensors, color=GREEN, label="tensors: 1/√c + 1/c^(3/4)")
     right.plot(ours["c"], ours["storage_measured"], "o", color=BLUE, label="stored, measured")
-    right.plot(c, [common.traffic_by_paper("rocketkv", at) for at in c], ":", color=RED, label="traffic: 1/c")
-    right.plot(ours["c"], ours["traffic_measured"], "s", color=RED, label="read at each step, measured")
+    right.plot(c, [common.traffic_by_paper("rocketkv", at) for at in c], ":", color=ORANGE, label="traffic: 1/c")
+    right.plot(ours["c"], ours["traffic_measured"], "s", color=ORANGE, label="read at each step, measured")
     plots.doublings(right, list(ours["compression"]))
     right.set_xlabel("compression c = S / t")
     right.set_ylabel("share of the full cache")

@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 from kvlab import papers
 from kvlab.analyses.speed import footprint, ratios
 from kvlab.analyses.speed.timings import FULL
+from kvlab.render import theme
 from kvlab.render.figures import plots
 from kvlab.render.figures.many_policies import AXIS, INK, at
 
@@ -35,7 +36,7 @@ def _names(policies: Sequence[str]) -> dict[str, str]:
 
 
 def _colours(policies: Sequence[str]) -> dict[str, str]:
-    return dict(zip((FULL, *policies), (INK, *plots.COLOURS), strict=False))
+    return theme.colours((FULL, *policies))
 
 
 def _table_a1() -> pandas.DataFrame:

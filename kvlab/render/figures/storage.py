@@ -10,8 +10,8 @@ import pandas as pd
 from matplotlib.lines import Line2D
 
 from kvlab.analyses.together import storing
+from kvlab.render import theme
 from kvlab.render.figures.many_policies import FAINT, INK, forest, plain_ticks
-from kvlab.render.figures.plots import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,8 +57,8 @@ def pareto(measured: pd.DataFrame) -> Figure:
 def _tints(measured: pd.DataFrame) -> dict[str, str]:
     """Colours of the policies, those first that stay nearest to the full model."""
     evicting = measured.query("policy != 'full' and measure == 'kl'")
-    order = evicting.groupby("policy").agg({"value": "mean"}).sort_values("value").index
-    return {str(policy): COLOURS[rank] if rank < SHOWN else FAINT for rank, policy in enumerate(order)}
+    order = evicting.groupby("policy").agg({"value": "mean"}).sort_values("value").index.tolist()
+    return theme.colours(order[:SHOWN]) | dict.fromkeys(order[SHOWN:], FAINT)
 
 
 def _panel(ax: Axes, points: pd.DataFrame, tints: dict[str, str]) -> None:
@@ -131,7 +131,11 @@ def differences(found: Findings, name: str = "kl") -> Figure:
     rows = [*_evict(found, name), *_both(found, name), *_both_or_evict(found, name)]
     table = pd.DataFrame(rows, columns=["paper", "label", "value", "low", "high"])
     title = f"Differences at equal stored bytes: {storing.MEASURES[name]}"
-    ax = forest(table, xlabel="blue: the second answer loses less; red: the first; grey: not told apart", title=title)
+    ax = forest(
+        table,
+        xlabel=f"{theme.WORDS[theme.BETTER]}: the second answer loses less; {theme.WORDS[theme.WORSE]}: the first; grey: neither",
+        title=title,
+    )
     figure = ax.get_figure(root=True)
     assert figure is not None, "it was drawn on a new one"
     return figure

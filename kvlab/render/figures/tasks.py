@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 
 from kvlab import papers
 from kvlab.analyses.tasks import gains as analysis
+from kvlab.render import theme
 from kvlab.render.figures import many_policies, plots
 from kvlab.render.figures.many_policies import AXIS, FAINT, INK, at
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 NEEDLE_BUDGET = 128
 NLL = "NLL of the needle's digits, nats"
 COMPARED = {"dapq": "DapQ", "snapkv": "SnapKV", "pyramidkv": "PyramidKV", "h2o": "H2O", "compilerkv": "CompilerKV"}
-COLOURS = dict(zip(COMPARED, plots.COLOURS, strict=False))
+COLOURS = theme.colours(COMPARED)
 POOLINGS = {
     "dapq": "DapQ",
     "snapkv": "SnapKV",

@@ -12,10 +12,10 @@ from matplotlib.lines import Line2D
 from matplotlib.transforms import blended_transform_factory
 
 from kvlab.analyses.together import equal_bytes
+from kvlab.render import theme
 from kvlab.render.figures import plots
 from kvlab.render.figures.many_policies import (
     FAINT,
-    FAMILY_COLOURS,
     INK,
     colour,
     dot,
@@ -135,10 +135,10 @@ def _names_at_the_side(ax: Axes, drawn: pandas.DataFrame) -> None:
 
 
 def _families(ax: Axes, policies: Iterable[str]) -> None:
-    colours = {equal_bytes.family(name): colour(name) for name in policies}
+    colours = {equal_bytes.family(name): theme.family_colour(name) for name in policies}
     handles = [
         Line2D([], [], color=colours[label], linewidth=2.5, label=label)
-        for label in (*FAMILY_COLOURS, *sorted(colours.keys() - FAMILY_COLOURS.keys()))
+        for label in (*theme.FAMILIES, *sorted(colours.keys() - theme.FAMILIES.keys()))
         if label in colours
     ]
     ring = {"marker": "o", "markersize": 8, "markerfacecolor": "none"}

@@ -11,6 +11,7 @@ from matplotlib.ticker import PercentFormatter
 from kvlab.core.storage import AS_IS
 from kvlab.evaluation import Answer, by_turn, summary
 from kvlab.evaluation.planning import FULL
+from kvlab.render import theme
 from kvlab.render.figures import plots
 from kvlab.render.figures.many_policies import FAINT, at
 
@@ -23,6 +24,8 @@ COMPRESSED_AT = {"prompt": "the first question read", "context": "no question re
 KNOWN = {("prompt", "requests"): "each question read"}
 """What has been read when a cache is compressed, by its moment; of a moment and a mode where that is something else."""
 OFFSET = 0.06
+DASHES = ("-", "--", ":", "-.")
+"""Of a policy's storages, which share its colour."""
 WITH_WHISKERS = len(plots.COLOURS)
 """So many curves are told apart with their intervals; of more the means alone are drawn."""
 
@@ -91,6 +94,7 @@ def _panel(ax: Axes, full: pandas.DataFrame, part: pandas.DataFrame, names: Sequ
     full = full.sort_values("turn")
     ax.fill_between(full["turn"], full["low"], full["high"], color=FAINT, alpha=0.15, linewidth=0)
     ax.plot(full["turn"], full["value"], color=FAINT, linestyle=":", label="full cache")
+    tints = theme.colours(names)
     for number, name in enumerate(names):
         of_policy = at(part, name=name).sort_values("turn")
         if of_policy.empty:
@@ -99,8 +103,9 @@ def _panel(ax: Axes, full: pandas.DataFrame, part: pandas.DataFrame, names: Sequ
             of_policy["turn"] + OFFSET * (number - (len(names) - 1) / 2) * (len(names) <= WITH_WHISKERS),
             of_policy["value"],
             yerr=plots.spread(of_policy) if len(names) <= WITH_WHISKERS else None,
-            marker="o",
-            color=plots.COLOURS[number % len(plots.COLOURS)],
+            marker=theme.look(name).marker,
+            color=tints[name],
+            linestyle=DASHES[[other for other in names if tints[other] == tints[name]].index(name) % len(DASHES)],
             label=name,
             elinewidth=1.2,
             capsize=2.5,

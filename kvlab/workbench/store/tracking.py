@@ -20,6 +20,7 @@ from kvlab.core.geometry import geometry
 from kvlab.errors import KvlabError
 from kvlab.lib import workspace
 from kvlab.lib.files import first_line, why
+from kvlab.render import theme
 from kvlab.workbench import experiments, project
 from kvlab.workbench.experiments import content_key
 from kvlab.workbench.experiments.notebook_parameters import parameters as read_parameters
@@ -52,8 +53,6 @@ RENDERED = "kvlab.render"  # the tag with the hash of the code that drew the run
 NONE = "none"  # what a tag says where nothing was measured for a model
 LISTED = "mlflow.loggedArtifacts"  # which JSON files MLflow's UI shows as tables
 NAME = re.compile(r"[\w\-. /]{1,240}")
-COLOURS = {"holds": "#d5efe0", "holds in direction only": "#fdf0c8", "fails": "#f8d9d3"}
-COLOURS |= {"undecided": "#d8e6f5", "not measured": "#e8eaee"}
 
 
 def _one_sentence(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -341,7 +340,7 @@ class Run:
         styler = frame.style.hide(axis="index").set_uuid(f"claims-{file_name(named)}")
         styler.format(numbers, na_rep="–")
         return styler.map(
-            lambda verdict: f"background-color: {COLOURS[verdict]}; color: #1c2430", subset=["verdict"]
+            lambda verdict: f"background-color: {theme.VERDICTS[verdict]}; color: {theme.INK}", subset=["verdict"]
         ).set_properties(**{"text-align": "left", "vertical-align": "top"})
 
     @_one_sentence

@@ -10,6 +10,7 @@ from support.compilerkv import BUDGETS, HEADS, LAYERS, PROMPT, SHARE, SHARES, TR
 
 from kvlab import papers
 from kvlab.analyses.compilerkv import ablation, printed, quality, theorem, thresholds
+from kvlab.render import theme
 from kvlab.render.figures import compilerkv as draw
 from kvlab.render.figures import plots
 
@@ -59,7 +60,7 @@ def test_figure_2_has_a_curve_for_each_method_and_the_papers_averages_at_its_sha
         assert curves["H2O"] == (list(BUDGETS), pytest.approx(expected))
         assert drawing.ticks(ax) == [str(budget) for budget in BUDGETS]
     dashed = next(line for line in left.lines if line.get_linestyle() == "--")
-    assert dashed.get_label() == "CompilerKV, gated" and dashed.get_color() == BLUE
+    assert dashed.get_label() == "CompilerKV, gated" and dashed.get_color() == theme.look("compilerkv").colour
     diamonds = left.collections[-1].get_offsets()
     assert np.allclose(diamonds[:, 0], 72)
     assert diamonds[:, 1].tolist() == pytest.approx(paper(printed.retained(papers.figure("compilerkv", "table1"))))

@@ -8,7 +8,8 @@ from support import drawing
 
 from kvlab import papers
 from kvlab.analyses.speed import footprint, ratios
-from kvlab.render.figures import many_policies, plots
+from kvlab.render import theme
+from kvlab.render.figures import plots
 from kvlab.render.figures import speed as draw
 
 pytestmark = pytest.mark.usefixtures("headless")
@@ -56,14 +57,14 @@ def test_speed_by_length_beside_the_papers_ratios(decoded):
     best = papers.figure("rocketkv", "figure5")["speedup"].max()
     assert set(speedups["paper, rocketkv's best"].y) == {best}
     tints = [left.lines[0].get_color(), left.lines[1].get_color()]
-    assert tints == [many_policies.INK, plots.COLOURS[0]]
+    assert tints == [theme.INK, theme.look(POLICIES[0]).colour]
 
 
 def test_batches_beside_zsmerges_table_4(decoded):
     (ax,) = draw.batches(ratios.speed_findings(decoded), POLICIES).axes
     curves = drawing.curves(ax)
     assert curves["zsmerge"] == ([1, 4], pytest.approx([2, 2])) and "h2o" not in curves
-    assert ax.lines[0].get_color() == plots.COLOURS[1], "the colour that it has in the other figures"
+    assert ax.lines[0].get_color() == theme.look("zsmerge").colour, "the colour that it has in the other figures"
     printed = footprint.zsmerge_batches(papers.figure("zsmerge", "table4"))
     grey = [line for line in ax.lines if line.get_color() == plots.PAPER]
     assert len(grey) == printed.groupby(["method", "prompt"]).ngroups
@@ -89,7 +90,7 @@ def test_first_tokens_and_answers_beside_table_a1(decoded):
         (right, "latency_saved", answers, "answer_saved/compilerkv"),
     ):
         assert drawing.bars(ax, plots.PAPER) == pytest.approx(table_a1(column)[1])
-        assert drawing.bars(ax, plots.COLOURS[2]) == pytest.approx([findings.metrics[effect]])
+        assert drawing.bars(ax, theme.look("compilerkv").colour) == pytest.approx([findings.metrics[effect]])
         assert drawing.ticks(ax) == ["compilerkv,\n8k", "compilerkv,\n16k", "compilerkv,\n32k", "compilerkv,\n250"]
     assert drawing.texts(left)[-1] == "15.0%"
     assert drawing.titles(left.figure) == ["Additional time to the first token", "Time saved over a whole answer"]

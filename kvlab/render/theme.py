@@ -1,0 +1,112 @@
+"""Every colour and marker: those of policies, the same in each figure, then families, verdicts, ink and lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import cycle
+from typing import NamedTuple
+
+from kvlab.methods import registry
+
+INK = "#1c2430"
+EDGE = "#566173"
+FAINT = "#7a8594"
+PAPER = "#9aa3ae"
+"""What a paper prints."""
+GRID = "#e6e9ed"
+RULE = "#c5cbd3"
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5B5B5B"]
+"""Of curves that are no policies, in this order: Okabe and Ito's, which colour-blind readers can tell apart."""
+BETTER, WORSE = COLOURS[0], COLOURS[1]
+WORDS = {BETTER: "blue", WORSE: "orange"}
+"""What captions call them."""
+MAP = "cividis"
+VERDICTS = {
+    "holds": "#d5efe0",
+    "holds in direction only": "#fdf0c8",
+    "fails": "#f8d9d3",
+    "undecided": "#d8e6f5",
+    "not measured": "#e8eaee",
+}
+
+
+class Look(NamedTuple):
+    """How a policy is drawn: its colour, and its marker, which tells it apart in grey."""
+
+    colour: str
+    marker: str
+
+
+FAMILIES = {
+    "reference": FAINT,
+    "recent tokens, or layers' and heads' shares": "#8a5a2b",
+    "keeps tokens of the prompt": "#0072B2",
+    "evicts or merges while decoding": "#D55E00",
+    "stores all, reads a selection": "#009E73",
+    "both: keeps some, reads some of those": "#c2408f",
+    "drops channels of keys": "#17a2b8",
+}
+"""The hue of each family, which its policies vary in lightness."""
+OTHER = "#5B5B5B"
+POLICIES = {
+    "full": Look(INK, "o"),
+    "random": Look(FAINT, "x"),
+    "streamingllm": Look("#8a5a2b", "v"),
+    "duoattention": Look("#c2a26a", "<"),
+    "lacache": Look("#5c3a1e", ">"),
+    "adakv": Look("#a98463", "p"),
+    "kvzip": Look("#d9b98c", "h"),
+    "snapkv": Look("#0072B2", "s"),
+    "dapq": Look("#1b2f8a", "D"),
+    "compilerkv": Look("#6a51c8", "P"),
+    "pyramidkv": Look("#56B4E9", "^"),
+    "dynamickv": Look("#8fa8ff", "v"),
+    "zigzagkv": Look("#3d6b99", "h"),
+    "snapkv_pp": Look("#4a90c2", "p"),
+    "morphkv": Look("#D55E00", "o"),
+    "zsmerge": Look("#9c1f0e", "D"),
+    "h2o": Look("#E69F00", "X"),
+    "keyformer": Look("#f2b77a", "^"),
+    "scissorhands": Look("#e8746a", "v"),
+    "tova": Look("#b5651d", "p"),
+    "quest": Look("#7cc4a8", "^"),
+    "sparq": Look("#009E73", "d"),
+    "hybrid": Look("#4fae52", "P"),
+    "exact_topk": Look("#0b4d3a", "*"),
+    "rocketkv": Look("#c2408f", "o"),
+    "think": Look("#17a2b8", "h"),
+}
+"""Policies that the papers draw beside each other; the others have their family's colour."""
+MARKERS = "os^Dv<>pPXh"
+
+
+def family_colour(policy: str) -> str:
+    """The colour of the family of a policy, whose name is the first word of `policy`."""
+    name = _name(policy)
+    return FAMILIES.get(registry()[name].family, OTHER) if name in registry() else OTHER
+
+
+def look(policy: str) -> Look:
+    """How a policy is drawn, by its name; what follows the name, such as a storage, changes nothing."""
+    name = _name(policy)
+    if name in POLICIES:
+        return POLICIES[name]
+    others = [known for known in registry() if known not in POLICIES]
+    marker = MARKERS[others.index(name) % len(MARKERS)] if name in others else "o"
+    return Look(family_colour(name), marker)
+
+
+def is_policy(name: object) -> bool:
+    """Whether this is the name of a policy of kvlab."""
+    return isinstance(name, str) and (name in POLICIES or name in registry())
+
+
+def colours(names: Iterable[str]) -> dict[str, str]:
+    """The colour of each of these policies; names that are no policy of kvlab take `COLOURS` in turn."""
+    names = list(names)
+    others = dict(zip([name for name in names if not is_policy(_name(name))], cycle(COLOURS), strict=False))
+    return {name: others.get(name, look(name).colour) for name in names}
+
+
+def _name(policy: str) -> str:
+    return policy.partition(" ")[0].partition(",")[0]
