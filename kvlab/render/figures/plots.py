@@ -237,7 +237,7 @@ def lines(
     groups = [(None, frame)] if hue is None else list(frame.groupby(hue, sort=False, observed=True))
     for number, (value, part) in enumerate(groups):
         part = part.sort_values(x)
-        own = theme.look(value) if theme.is_policy(value) else theme.Look(COLOURS[number % len(COLOURS)], "o")
+        own = theme.look(str(value)) if theme.is_policy(value) else theme.Look(COLOURS[number % len(COLOURS)], "o")
         colour = (colours or {}).get(cast(str, value), own.colour)
         label = None if value is None else (names or {}).get(cast(str, value), str(value))
         ax.plot(part[x], part[y], color=colour, label=label, marker=marker and own.marker, zorder=3)
