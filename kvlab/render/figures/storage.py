@@ -131,11 +131,8 @@ def differences(found: Findings, name: str = "kl") -> Figure:
     rows = [*_evict(found, name), *_both(found, name), *_both_or_evict(found, name)]
     table = pd.DataFrame(rows, columns=["paper", "label", "value", "low", "high"])
     title = f"Differences at equal stored bytes: {storing.MEASURES[name]}"
-    ax = forest(
-        table,
-        xlabel=f"{theme.WORDS[theme.BETTER]}: the second answer loses less; {theme.WORDS[theme.WORSE]}: the first; grey: neither",
-        title=title,
-    )
+    better, worse = (theme.WORDS[colour] for colour in (theme.BETTER, theme.WORSE))
+    ax = forest(table, xlabel=f"{better}: the second answer loses less; {worse}: the first; grey: neither", title=title)
     figure = ax.get_figure(root=True)
     assert figure is not None, "it was drawn on a new one"
     return figure
