@@ -16,7 +16,6 @@ from kvlab.methods._base.lookup import HeadScores
 from kvlab.methods._base.policy import Budget, Policy
 from kvlab.methods._base.prompt import Prompt
 
-
 SINKS, RECENT = 128 / 16000, 512 / 16000
 """The shares of the prompt that RocketKV's runs give to a streaming head's parts, by its authors' code."""
 

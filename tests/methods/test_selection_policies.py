@@ -310,3 +310,36 @@ def test_too_few_prompt_queries(name):
     queries, keys, values = inputs(14, 4, 2, 200)
     with pytest.raises(KvlabError, match="32"):
         kvlab.policy(name, budget=64).keep(queries[:, :, -31:], keys, values)
+
+
+# The oracle of selection
+
+
+@pytest.mark.parametrize("heads, kv_heads", SHAPES)
+@pytest.mark.parametrize("who", ["group", "head"])
+def test_exact_topk_selects_for_the_group_or_for_each_query_head(heads, kv_heads, who):
+    """Attention of every step from scratch; a set for each query head reads more, and nothing more is stored."""
+    prompt, steps, budget, entry = 50, 12, 9, 2 * 16 * 4
+    tensors = inputs(21, heads, kv_heads, prompt, steps)
+    result = kvlab.replay(
+        kvlab.Trace.from_tensors(*tensors, prompt), kvlab.policy("exact_topk", budget=budget, sets=who)
+    )
+    of_sets = kv_heads if who == "group" else heads
+    for t in range(1, steps + 1):
+        for index in range(len(tensors[0])):
+            queries, keys, _ = exact(*(tensor[index] for tensor in tensors))
+            weights = oracles.decoding_weights(queries, keys, prompt, t)
+            summed = [sum(weights[h] for h in oracles.heads_of(s, heads, of_sets)) for s in range(of_sets)]
+            read = [oracles.top_positions(row, budget) for row in summed]
+            assert sets(result.kept(index, t)) == read, f"layer {index} step {t}"
+            lost = oracles.mass_lost(weights, read)
+            np.testing.assert_allclose(result.mass_lost[index, :, t - 1], lost, atol=1e-5)
+        assert int(result.stored_bytes[t - 1]) == len(tensors[0]) * kv_heads * (prompt + t) * entry
+        assert int(result.read_bytes[t - 1]) == len(tensors[0]) * of_sets * budget * entry
+
+
+def test_every_query_head_with_a_set_of_its_own_loses_no_more_than_with_its_groups():
+    tensors = inputs(22, 8, 2, 90, 20)
+    trace = kvlab.Trace.from_tensors(*tensors, 90)
+    group, head = (kvlab.replay(trace, kvlab.policy("exact_topk", budget=9, sets=who)) for who in ("group", "head"))
+    assert (head.mass_lost <= group.mass_lost + 1e-6).all() and head.mass_lost.mean() < 0.9 * group.mass_lost.mean()

@@ -118,12 +118,14 @@ def contenders(trace: Trace, budget: int, heads: str | None) -> dict[str, Policy
 
     What is small and whole here is large in the paper, so that it is rounded to what its setting implies: SparQ's d / c
     dimensions to the nearest number (4 of 128 at c = 32 are 2 of 64, and would else fall to 1), and Quest's pages have
-    2 c entries at every compression and its last page is cut, so that it spends its budget.
+    2 c entries at every compression and its last page is cut, so that it spends its budget. Exact-TopK is the authors'
+    oracle: each query head reads its own top t, and a group up to its size times as many.
 
     Args:
         heads: scores that tell DuoAttention's heads apart, as its `heads`.
     """
-    methods = {name: policy(name, budget=budget) for name in ("exact_topk", "hybrid", "rocketkv")}
+    methods = {name: policy(name, budget=budget) for name in ("hybrid", "rocketkv")}
+    methods["exact_topk"] = policy("exact_topk", budget=budget, sets="head")
     methods["quest"] = policy("quest", budget=budget, page=1, last="cut")
     methods["sparq"] = policy("sparq", budget=budget, rank=max(1, round(trace.keys.shape[-1] * budget / trace.length)))
     methods["duoattention"] = policy("duoattention", budget=budget, heads=heads)
