@@ -51,6 +51,8 @@ WINDOW, GROUP = 32, 4
 VALUE = "{measure}/{method}/c{compression:g}"
 GAIN = "gain/{measure}/{better}_over_{other}/c{compression:g}"
 WIDENING = "widening/{measure}/{better}_over_{other}"
+AHEAD = "ahead/{measure}/{better}_over_{other}"
+"""At what share of the compressions a gain lies above 0 with its whole interval."""
 AT_TIGHTEST = "{measure}/{method}/tightest"
 GAIN_AT_TIGHTEST = "gain/{measure}/{better}_over_{other}/tightest"
 """Effects at the largest compression have these names, too, since it depends on the prompts' length."""
@@ -179,6 +181,7 @@ def figure_4(traces: Sequence[Trace], wanted: Sequence[float] | None = None, hea
         `gain/mass_lost/rocketkv_over_quest/c64`; the same over the best rival, `.../rocketkv_over_next_best/c64`, and
         of Exact-TopK over it; each at the largest compression under `.../tightest`, too; `widening/mass_lost/
         rocketkv_over_quest`, how much larger the gain is at the largest compression than at the smallest;
+        `ahead/mass_lost/rocketkv_over_quest`, at what share of the compressions the gain is clear;
         `shortfall/snapkv`, at what share of the compressions SnapKV has no room; `finding/mass_lost`, what share of the
         best rival's loss at the largest compression Exact-TopK does not have; `at_a_quarter/mass_lost`, the loss of the
         best rival at a quarter of that compression less Exact-TopK's at all of it; `first_layers/mass_lost`,
@@ -280,7 +283,7 @@ def add_values(findings: Findings, measure: str, prefix: str = "") -> pd.DataFra
 def add_gains(
     findings: Findings, measure: str, better: str, other: str, gains: Mapping[float, pd.Series], prefix: str = ""
 ) -> None:
-    """Add `GAIN` at each compression and, if several were measured and none is missing, `WIDENING` from least to most.
+    """Add `GAIN` at each compression and, if several were measured and none is missing, `WIDENING` and `AHEAD`.
 
     Args:
         gains: by compression, each by document.
@@ -294,6 +297,8 @@ def add_gains(
             findings.add(prefix + GAIN_AT_TIGHTEST, gain, **about)
     if len(gains) == len(levels) > 1:
         findings.add_difference(prefix + WIDENING, gains[levels[-1]], gains[levels[0]], **about)
+        lows = (findings.row(prefix + GAIN, compression=c, **about).low for c in levels)
+        findings.set(prefix + AHEAD, sum(low is not None and low > 0 for low in lows) / len(levels), **about)
 
 
 def values_of(findings: Findings, measure: str) -> pd.DataFrame:
