@@ -114,7 +114,8 @@ def _gaps(scores: pd.DataFrame, method: str, others: Sequence[str]) -> pd.DataFr
 def _losses(ruler: pd.DataFrame) -> Findings:
     """What RocketKV loses on RULER against the full cache, and whether it loses more as sequences grow."""
     at = ["model", "length"]
-    full: Any = ruler[ruler["method"] == "full"].set_index(at)["average"].rename("full")
+    full: Any = ruler[ruler["method"] == "full"]
+    full = full.set_index(at)["average"].rename("full")
     ours: Any = ruler[ruler["method"] == "rocketkv"].join(full, on=at, how="inner").sort_values("length")
     ours = ours.assign(loss=(ours["full"] - ours["average"]).round(6), budget=ours["budget"].astype(int))
     found = Findings(ours)
