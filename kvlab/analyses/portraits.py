@@ -137,9 +137,6 @@ def _mask(positions: Tensor, length: int) -> Tensor:
 def default_policy(lm: LM, name: str, budget: float) -> Policy:
     """The policy at its defaults, with what was measured once for this very model and comes with kvlab."""
     parameters: dict[str, Any] = {"budget": budget} if has_budget(name) else {}
-    if name == "duoattention":
-        # Its default parts would take the whole budget of a prompt this short, and leave no retrieval head.
-        parameters |= {"sinks": 4, "recent": 32}
     return shipped_tables.with_shipped(lm, policy(name, **parameters))
 
 

@@ -40,6 +40,7 @@ class LayerStore:
         numbers: plain numbers that a policy remembers for this layer (a page size, the prompt's length).
         layers: the layer of each row.
         seen: how many tokens were ever appended, which is also the next token's position by default.
+        repeats: sets of entries that stand for one KV head of the model, see `expand`.
         storage, guard: in what form keys and values are held, see `set_storage`; who evicts, where that is checked.
         rounded, bytes_read: whether a storage may ever have rounded an entry; what the last decoding step loaded.
     """
@@ -65,7 +66,7 @@ class LayerStore:
         self.numbers: dict[str, int] = {}
         self.layers: tuple[int, ...] = (0,) * rows
         self._budget: int | None = None
-        self.seen, self._repeats, self.bytes_read = length, 1, 0
+        self.seen, self.repeats, self.bytes_read = length, 1, 0
 
     @classmethod
     def preallocated(cls, keys: Tensor, values: Tensor) -> LayerStore:
@@ -290,8 +291,8 @@ class LayerStore:
             positions: `[n]`, `[rows, 1, n]` or `[rows, kv_heads, n]`; the next `n` positions unless given.
         """
         n = keys.shape[2]
-        if self._repeats > 1:
-            keys, values = (x.repeat_interleave(self._repeats, dim=1) for x in (keys, values))
+        if self.repeats > 1:
+            keys, values = (x.repeat_interleave(self.repeats, dim=1) for x in (keys, values))
         self.seen += n
         # A single token's position is filled in as a number, which spares the hot path a tensor.
         new_positions: Tensor | int = self.seen - 1 if positions is None else positions
@@ -381,7 +382,7 @@ class LayerStore:
         self._entries.expand(repeats)
         if self._aux is not None:
             self._aux.expand(repeats)
-        self._repeats *= repeats
+        self.repeats *= repeats
 
     def reorder(self, rows: Tensor) -> None:
         """Take the sequences `rows` in place of the present ones (beam search)."""

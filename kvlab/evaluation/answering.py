@@ -184,10 +184,13 @@ def prefilled_for(lm: LM, systems: Sequence[System], ids: Tensor) -> tuple[Any, 
 
 
 def session_of(lm: LM, system: System, max_new_tokens: int) -> Session:
-    """A session in which what follows the compressed prompt is stored whole."""
+    """A session in which what follows the compressed prompt is stored whole. A policy that chooses anew in each turn
+    does so once the turn's question has been read.
+    """
     policy, storage = system
+    turns = "recompress" if policy.renews else "leave"
     return compress(
-        lm.model, policy, storage=storage, turns="leave", tokenizer=lm.tokenizer, max_new_tokens=max_new_tokens
+        lm.model, policy, storage=storage, turns=turns, tokenizer=lm.tokenizer, max_new_tokens=max_new_tokens
     )
 
 

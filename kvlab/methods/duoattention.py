@@ -1,11 +1,12 @@
 """DuoAttention (Xiao et al., 2024): retrieval heads keep everything, streaming heads sinks and recent tokens."""
 
+import math
 import os
 import warnings
 from typing import Annotated, ClassVar, Self
 
 import torch
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BeforeValidator, PrivateAttr, ValidationInfo, model_validator
 from torch import Tensor
 
 from kvlab.core.store import EMPTY, LayerStore
@@ -14,6 +15,27 @@ from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.lookup import HeadScores
 from kvlab.methods._base.policy import Budget, Policy
 from kvlab.methods._base.prompt import Prompt
+
+SINKS, RECENT = 128 / 16000, 512 / 16000
+"""The shares of the prompt that RocketKV's runs give to a streaming head's parts, by its authors' code."""
+
+
+def _given(value: object, info: ValidationInfo) -> object:
+    # None was the default of earlier versions.
+    return {"sinks": SINKS, "recent": RECENT}[str(info.field_name)] if value is None else value
+
+
+def _part(value: int | float, info: ValidationInfo) -> int | float:
+    least = 0 if info.field_name == "sinks" else 1
+    if isinstance(value, float) and not 0 < value <= 1:
+        raise ValueError(f"{info.field_name} {value} is neither an integer (entries) nor a share of the prompt")
+    if isinstance(value, int) and value < least:
+        raise ValueError(f"{info.field_name} {value} must be at least {least}, or a share of the prompt")
+    return value
+
+
+Part = Annotated[int | float, BeforeValidator(_given), AfterValidator(_part)]
+"""Entries of a streaming head, or a share of the prompt."""
 
 
 class DuoAttention(Policy):
@@ -24,6 +46,10 @@ class DuoAttention(Policy):
     best score are taken. Streaming heads roll on while decoding; retrieval heads keep the response. Cost: none while
     running; the scores are measured once for a model.
 
+    The appendix prints 128 sinks and 512 recent tokens. Its authors' code scales both with the prompt, and these are
+    the numbers at 16,000 tokens. Shares do the same here: a budget of no more than both parts makes all heads stream,
+    and the recent part is the rest; a budget of no more than twice the sinks gives them a fifth of it.
+
     Choices: the paper trains gates to tell heads apart; here scores are measured (`kvlab heads`): the share of the
     answer tokens' attention that falls on a needle's tokens, the largest in the GQA group. Of equal scores the earlier
     layer wins, then the earlier head; without scores all are equal, and a warning says so. If the parts of a streaming
@@ -32,8 +58,8 @@ class DuoAttention(Policy):
 
     Parameters:
         budget: entries for each layer and KV head on average.
-        sinks: first tokens that a streaming head keeps (128; a fifth of a budget of 256 or less).
-        recent: most recent tokens that it keeps (512; what is left of a budget of 640 or less).
+        sinks: first tokens that a streaming head keeps, a share of the prompt (128 of 16,000) or a number.
+        recent: most recent tokens that it keeps, a share of the prompt (512 of 16,000) or a number.
         heads: JSON file of measured scores, or the name of a model whose scores come with kvlab ("smollm2-135m").
     """
 
@@ -48,8 +74,8 @@ class DuoAttention(Policy):
     takes_ragged: ClassVar[bool] = True
 
     budget: Budget
-    sinks: Annotated[int, Field(ge=0)] | None = None
-    recent: Annotated[int, Field(ge=1)] | None = None
+    sinks: Part = SINKS
+    recent: Part = RECENT
     heads: Annotated[str, BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x)] | None = None
 
     _measured: HeadScores | None = PrivateAttr(None)
@@ -66,20 +92,21 @@ class DuoAttention(Policy):
 
     @property
     def minimum(self) -> int:
-        return (1 if self.sinks is None else self.sinks) + (1 if self.recent is None else self.recent)
+        return sum(part if isinstance(part, int) else 1 for part in (self.sinks, self.recent))
 
-    def parts(self, budget: int) -> tuple[int, int]:
-        """First and recent tokens of a streaming head."""
+    def parts(self, budget: int, length: int) -> tuple[int, int]:
+        """First and recent tokens of a streaming head, of a prompt of `length` tokens."""
         sinks, recent = self.sinks, self.recent
-        if sinks is None:
-            sinks = min(128 if budget > 256 else max(1, budget // 5), budget - (recent or 1))
-        if recent is None:
-            recent = min(512, budget - sinks) if budget > 640 else budget - sinks
+        if isinstance(sinks, float):
+            wanted = sinks * length if budget > 2 * sinks * length else budget / 5
+            sinks = min(max(1, math.floor(wanted)), budget - (recent if isinstance(recent, int) else 1))
+        if isinstance(recent, float):
+            recent = min(max(1, math.floor(recent * length)), budget - sinks)
         return sinks, recent
 
     def retrieval(self, n_layers: int, kv_heads: int, length: int, budget: int) -> Tensor:
         """Which heads keep everything of a prompt of `length` tokens, bool `[n_layers, kv_heads]`."""
-        heads, streaming = n_layers * kv_heads, sum(self.parts(budget))
+        heads, streaming = n_layers * kv_heads, sum(self.parts(budget, length))
         if length > streaming:
             affordable = heads * (budget - streaming) // (length - streaming)
         else:
@@ -103,7 +130,7 @@ class DuoAttention(Policy):
     def scores(self, prompt: Prompt) -> Tensor:
         """Recency, with the sinks above everything, as a streaming head would have it."""
         recency = torch.arange(prompt.length, dtype=torch.float32, device=prompt.keys.device)
-        recency[: self.parts(self.entries(prompt.length))[0]] += prompt.length
+        recency[: self.parts(self.entries(prompt.length), prompt.length)[0]] += prompt.length
         return recency.expand(prompt.rows, prompt.kv_heads, prompt.length)
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
@@ -115,8 +142,9 @@ class DuoAttention(Policy):
                 stacklevel=2,
             )
         everything = retrieval[list(prompt.layers)].to(prompt.keys.device)
-        sinks, recent = self.parts(budget)
-        length, size = prompt.length, sinks + recent
+        length = prompt.length
+        sinks, recent = self.parts(budget, length)
+        size = sinks + recent
         slots = torch.arange(length if bool(everything.any()) else size, device=prompt.keys.device)
         rolled = torch.where(slots < sinks, slots, slots + length - size)
         rolled = torch.where(slots < size, rolled, -1)
@@ -138,9 +166,9 @@ class DuoAttention(Policy):
 
     def _stream(self, store: LayerStore) -> None:
         """Let each streaming head drop its oldest entries after the sinks, down to its size."""
-        sinks, recent = self.parts(store.budget)
-        size = sinks + recent
         numbers = store.numbers
+        sinks, recent = self.parts(store.budget, numbers["length"])
+        size = sinks + recent
         if not numbers["streams"] or store.length <= size:
             return
         if not numbers["retrieves"] and not store.ragged and store.length == size + 1:

@@ -1,6 +1,6 @@
 """Exact top-k: the oracle of selection."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -8,6 +8,7 @@ from kvlab.core import attention, ranking
 from kvlab.core.softmax import Scaling
 from kvlab.core.store import LayerStore
 from kvlab.methods._base.policy import Budget, Policy
+from kvlab.methods._base.prompt import Prompt
 
 
 class ExactTopK(Policy):
@@ -18,8 +19,14 @@ class ExactTopK(Policy):
     own entry is not forced. Within the budget everything is read. Cost: finding reads every key, which no method could
     afford.
 
+    Choices: the paper does not say who selects; its authors' code selects for each query head (`sets="head"`), and a
+    group then reads up to its size times the budget. One set for the group is what methods with a budget for the group
+    can be held against.
+
     Parameters:
         budget: entries read at each step for each layer and KV head.
+        sets: "group" for one set for each KV head; "head" for one set for each query head, as in the authors' code,
+            where `budget` is that of each query head.
     """
 
     name: ClassVar[str] = "exact_topk"
@@ -28,9 +35,19 @@ class ExactTopK(Policy):
     kind: ClassVar[str] = "selection"
 
     budget: Budget
+    sets: Literal["group", "head"] = "group"
+
+    def compress(self, store: LayerStore, prompt: Prompt) -> None:
+        if self.sets == "head":
+            store.expand(prompt.heads)
+        super().compress(store, prompt)
 
     def select(self, store: LayerStore, queries: Tensor, scaling: Scaling) -> Tensor | None:
         if store.length <= store.budget:
             return None
         weights = attention.weights(queries, store.keys, scaling)[:, :, 0]
         return ranking.top_positions(attention.sum_over_group(weights, store.kv_heads), store.budget)
+
+    def discount_bytes(self, store: LayerStore) -> int:
+        # The heads of a group differ in what they read, not in what is stored.
+        return store.kv_bytes - store.kv_bytes // store.repeats

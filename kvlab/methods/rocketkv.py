@@ -3,16 +3,20 @@
 import math
 from typing import Annotated, ClassVar, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 from kvlab.core.softmax import Scaling
-from kvlab.core.store import LayerStore
+from kvlab.core.store import LayerStore, pick
 from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods import hybrid
 from kvlab.methods._base.policy import Budget, Kernel, Policy
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods.snapkv_pp import SnapKVPlusPlus
+
+TURN = "turn"
+"""The slots that the first stage leaves to a turn, where it only masks; and of how many."""
 
 
 class RocketKV(Policy):
@@ -25,6 +29,11 @@ class RocketKV(Policy):
     prompt attention for each layer; two vectors for each page, stored, r dimensions of one of them loaded at every
     step.
 
+    With `turns="multi"` (RocketKV-MT, in the authors' code and a later version of the paper) the first stage evicts
+    nothing. What it would evict is masked until the next prompt of the same cache has been read, and is chosen anew
+    then. Storage is the whole cache and the pages, with an index of what is not masked; each step copies the keys and
+    values that are not masked.
+
     Choices: the authors' code splits differently, `split="adaptive"`: the first stage takes c ** r with r = 0.2 + 0.06
     log2 c, at most 0.8, and leaves at least twice the new tokens. A prompt within the budget is kept whole; what the
     first stage leaves of a longer one is at least the window and one more. Where the number of new tokens is unknown
@@ -34,6 +43,7 @@ class RocketKV(Policy):
     Parameters:
         budget: entries read at each step for each layer and KV head, finding included; more are stored.
         split: how the compression is shared by the stages.
+        turns: "single" evicts for good; "multi" masks for the current turn alone.
         window, kernel, short, long, threshold: as in `snapkv_pp`.
     """
 
@@ -45,6 +55,7 @@ class RocketKV(Policy):
 
     budget: Budget
     split: Literal["even", "adaptive"] = "even"
+    turns: Literal["single", "multi"] = "single"
     window: Annotated[int, Field(ge=1)] = 32
     kernel: Kernel | None = None
     short: Kernel = 63
@@ -83,13 +94,44 @@ class RocketKV(Policy):
         same = {name: getattr(self, name) for name in ("window", "kernel", "short", "long", "threshold")}
         return SnapKVPlusPlus(budget=budget, **same)
 
+    @property
+    def renews(self) -> bool:
+        return self.turns == "multi"
+
     def compress(self, store: LayerStore, prompt: Prompt) -> None:
-        super().compress(store, prompt)
+        store.memory.pop(TURN, None)
+        if self.turns == "single":
+            super().compress(store, prompt)
+        else:
+            store.budget = self.entries(prompt.length)
+            kept = self.prefill(prompt)
+            if kept.shape[2] < prompt.length:
+                store.memory[TURN], store.numbers[TURN] = kept, store.length
         # The length is now the capacity; or more, if the prompt is within the budget or the window takes more.
-        hybrid.begin(store, store.length + prompt.max_new_tokens)
+        turn, _ = _of_turn(store)
+        hybrid.begin(turn, turn.length + prompt.max_new_tokens)
 
     def select(self, store: LayerStore, queries: Tensor, scaling: Scaling) -> Tensor | None:
-        return hybrid.select(store, queries, scaling)
+        turn, slots = _of_turn(store)
+        chosen = hybrid.select(turn, queries, scaling)
+        if slots is None or chosen is None:
+            return slots if chosen is None else chosen
+        return pick(slots, chosen)
 
     def overhead_bytes(self, store: LayerStore) -> int:
-        return hybrid.overhead_bytes(store)
+        return hybrid.overhead_bytes(_of_turn(store)[0])
+
+
+def _of_turn(store: LayerStore) -> tuple[LayerStore, Tensor | None]:
+    """What the current turn may read of a store, as a store with the same pages, and its slots there, int64 `[rows,
+    kv_heads, n]`; the store itself and None where nothing is masked.
+    """
+    if TURN not in store.memory:
+        return store, None
+    masked = store.memory[TURN]
+    newer = torch.arange(store.numbers[TURN], store.length, device=masked.device)
+    slots = torch.cat([masked, newer.expand(*masked.shape[:2], -1)], -1)
+    turn = LayerStore(*store.gather(slots))
+    turn.storage, turn.budget = store.storage, store.budget
+    turn.memory, turn.numbers = store.memory, store.numbers
+    return turn, slots

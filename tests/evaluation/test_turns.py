@@ -79,6 +79,27 @@ def test_a_chat_goes_on_as_by_hand(words, policy):
     assert [one["prompt_tokens"] for one in made] == [64, 64 + 5 + 4, 64 + 2 * (5 + 4)]
 
 
+def test_a_policy_that_chooses_anew_in_each_turn_does_so_in_a_chat(words):
+    """RocketKV-MT masks again once a later question has been read, as a session that recompresses by hand does."""
+    policy = kvlab.policy("rocketkv", turns="multi", **SMALL["rocketkv"])
+    (made,) = conversing.answered(words, CHAT, [policy], "prompt")
+    past, said, cache = words.encode(CHAT.prompt), [], None
+    with kvlab.compress(words, policy, turns="recompress", max_new_tokens=23) as session:
+        for turn in [None, *ASKED[1:]]:
+            if turn is not None:
+                past = torch.cat([past, words.encode(turn.question)], 1)
+            out = words.model.generate(
+                past, past_key_values=cache, max_new_tokens=5, do_sample=False, pad_token_id=0,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+            said.append(words.decode(out.sequences[0, past.shape[1] :]).split())
+            past, cache = out.sequences, out.past_key_values
+    assert [one["prediction"].split() for one in made] == said and made[2]["kv_bytes"] == session.kv_bytes
+    (single,) = conversing.answered(words, CHAT, [kvlab.policy("rocketkv", **SMALL["rocketkv"])], "prompt")
+    assert made[2]["kv_bytes"] > single[2]["kv_bytes"]
+    assert [one["prediction"] for one in made] != [one["prediction"] for one in single]
+
+
 @pytest.mark.parametrize("policy", SOME, ids=lambda policy: policy.name)
 def test_a_request_is_answered_as_if_it_were_the_only_one(words, policy):
     """Whatever else is asked of the same compressed cache; and, compressed at the prompt, as the plain example is."""

@@ -15,6 +15,7 @@ from support.live_runs import (
     SMALL,
     Witness,
     agree,
+    continued,
     everything,
     generate,
     left_padded,
@@ -132,6 +133,20 @@ def test_exact_topk_reads_the_top_of_each_step_and_stores_all(tiny):
                 assert read == oracles.top_positions(scores, 8), f"step {t}"
             assert sets(step["stored"][0]) == [list(range(60 + t))] * 2
     assert session.kv_bytes == 2 * 260 * 2 * 2 * 16 * 4
+
+
+def test_exact_topk_for_each_query_head_stores_no_more_in_a_live_run(tiny):
+    """It loses less than one set for the group does, over two turns."""
+    model, stored, lost = tiny().model, {}, {}
+    for who in ("group", "head"):
+        with kvlab.compress(model, kvlab.policy("exact_topk", budget=8, sets=who), probes=["mass_lost"]) as session:
+            first = generate(model, prompt(50), 12)
+            stored[who] = [session.kv_bytes]
+            longer = torch.cat([first.sequences, prompt(20, seed=8)], 1)
+            assert continued(model, first.past_key_values, longer, 4).sequences.shape == (1, 86)
+            stored[who].append(session.kv_bytes)
+        lost[who] = session.means["mass_lost"]
+    assert stored["group"] == stored["head"] and lost["head"] < lost["group"]
 
 
 PREFILL_ONLY = ["random", "snapkv", "pyramidkv", "zigzagkv", "dynamickv", "lacache", "dapq", "snapkv_pp", "compilerkv"]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
 
+import numpy as np
 import pytest
 import torch
+from support import oracles
 from support.eager import eager
 from support.live_runs import (
     EVERYTHING,
     ONE_TURN,
     SMALL,
+    Witness,
     agree,
     continued,
     everything,
@@ -19,11 +23,13 @@ from support.live_runs import (
     prompt,
     small,
 )
+from support.tensors import exact, sets
 from transformers import DynamicCache
 
 import kvlab
 from kvlab.core.geometry import geometry
 from kvlab.errors import KvlabError
+from kvlab.methods.rocketkv import RocketKV
 
 STORE_ALL = ("quest", "sparq", "hybrid", "exact_topk")
 STORE_MORE = ("duoattention", "rocketkv")  # than their budget, but not all
@@ -260,3 +266,49 @@ def test_a_compressed_cache_is_no_beginning_for_another_policy(tiny):
         model(prompt(10, seed=1), past_key_values=past)
     with kvlab.compress(model, small("streamingllm")) as session, pytest.raises(KvlabError, match="compressed already"):
         session.branch(past)
+
+
+@pytest.mark.parametrize("turns", ["recompress", "leave"])
+def test_a_second_turn_can_read_what_the_first_ones_mask_hid(tiny, monkeypatch, turns):
+    """RocketKV-MT: each turn's mask and each step's reads from scratch; what is left alone keeps the first mask."""
+    own, new, asked = dict(budget=12, window=6, kernel=3), 12, []
+    compress = RocketKV.compress
+
+    def watched(self, store, prompt):
+        asked.append((exact(prompt.window(6)[0]), exact(prompt.keys[0])))
+        compress(self, store, prompt)
+
+    monkeypatch.setattr(RocketKV, "compress", watched)
+    model, witness, policy = tiny().model, Witness(), kvlab.policy("rocketkv", turns="multi", **own)
+    with kvlab.compress(model, policy, turns=turns, probes=[witness], max_new_tokens=new) as session:
+        first = generate(model, prompt(50), new)
+        ended = len({step for _, step in witness.steps})
+        longer = torch.cat([first.sequences, prompt(20, seed=8)], 1)
+        continued(model, first.past_key_values, longer, new)
+        assert [sets(session.kept(layer)) for layer in range(2)] == [[list(range(50 + new + 20 + new - 1))] * 2] * 2
+
+    def mask(turn, layer):
+        queries, keys = asked[2 * turn + layer]
+        # A budget of t leaves room for sqrt(t x length) entries, less those that are to come.
+        left = max(math.isqrt((keys.shape[1] + new) * 12) - new, 7)
+        queries = np.concatenate([np.zeros((queries.shape[0], keys.shape[1] - 6, queries.shape[2])), queries], 1)
+        return oracles.snapkv_pp_kept(queries, keys, keys.shape[1], left, 6, 3, 63, 511, 48000)
+
+    turns_asked = len(asked) // 2
+    assert turns_asked == (2 if turns == "recompress" else 1)
+    found = 0
+    for (layer, number), step in witness.steps.items():
+        turn = int(number > ended and turns == "recompress")
+        kept, seen = mask(turn, layer), asked[2 * turn + layer][1].shape[1]
+        page, rank = oracles.hybrid_settings(len(kept[0]) + new, 12, 16)
+        for group, read in enumerate(sets(step["read"][0])):
+            stored = sets(step["stored"][0])[group]
+            open_ = kept[group] + [place for place in stored if place >= seen]
+            if turns == "recompress":
+                keys = exact(first.past_key_values.compressed[layer].groups[0].store.keys[0, group])[open_]
+                queries = exact(step["queries"][0])[2 * group : 2 * group + 2]
+                assert read == [open_[i] for i in oracles.hybrid_selection(12, page, rank)(queries, keys)]
+            assert set(read) <= set(open_)
+            if number > ended:
+                found += len({place for place in read if place < 50} - set(mask(0, layer)[group]))
+    assert found > 0 if turns == "recompress" else found == 0

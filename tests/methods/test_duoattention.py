@@ -157,13 +157,22 @@ def test_heads_spend_at_most_the_budget_and_one_more_would_exceed_it(layers, kv_
 
 @pytest.mark.parametrize(
     "given_parts, parts",
-    [(dict(sinks=2), (2, 28)), (dict(recent=5), (6, 5)), (dict(recent=28), (2, 28)), (dict(sinks=0), (0, 30))],
+    [
+        (dict(sinks=2), (2, 20)),
+        (dict(recent=25), (5, 25)),
+        (dict(recent=28), (2, 28)),
+        (dict(sinks=0), (0, 20)),
+        (dict(sinks=0.02, recent=0.03), (12, 18)),
+        (dict(sinks=0.05), (6, 20)),
+        (dict(sinks=12, recent=0.9), (12, 18)),
+    ],
+    ids=str,
 )
-def test_one_part_given(given_parts, parts):
-    tensors = model(9, 1, 1, prompt=90, steps=0, layers=2)
-    result = replayed(tensors, 90, budget=30, **given_parts)
+def test_a_part_given_as_a_number_or_as_a_share(given_parts, parts):
+    tensors = model(9, 1, 1, prompt=625, steps=0, layers=2)
+    result = replayed(tensors, 625, budget=30, **given_parts)
     sinks, recent = parts
-    assert sets(result.kept(1, 0))[0] == [*range(sinks), *range(90 - recent, 90)]
+    assert sets(result.kept(1, 0))[0] == [*range(sinks), *range(625 - recent, 625)]
 
 
 @pytest.mark.parametrize(
@@ -171,22 +180,45 @@ def test_one_part_given(given_parts, parts):
     [
         (2, 1, 1),
         (7, 1, 6),
-        (20, 4, 16),
-        (256, 51, 205),
-        (257, 128, 129),
-        (640, 128, 512),
-        (641, 128, 512),
-        (900, 128, 512),
+        (16, 3, 13),
+        (17, 8, 9),
+        (39, 8, 31),
+        (40, 8, 32),
+        (41, 8, 32),
+        (250, 8, 32),
     ],
 )
-def test_sizes_that_follow_the_budget(budget, sinks, recent):
-    """RocketKV's appendix; up to 640 entries all heads stream, beyond it the rest goes to retrieval heads."""
+def test_sizes_that_follow_the_prompt_and_the_budget(budget, sinks, recent):
+    """RocketKV's appendix at a sixteenth of its 16,000 tokens; above 40 entries the rest goes to retrieval heads."""
     tensors = model(9, 1, 1, prompt=1000, steps=0, layers=8)
     result = replayed(tensors, 1000, budget=budget)
     kept = [sets(result.kept(index, 0))[0] for index in range(8)]
     assert kept[-1] == [*range(sinks), *range(1000 - recent, 1000)]
-    retrieval = 8 * (budget - 640) // 360 if budget > 640 else 0
+    retrieval = 8 * (budget - 40) // 960 if budget > 40 else 0
     assert [len(row) for row in kept] == [1000] * retrieval + [sinks + recent] * (8 - retrieval)
+
+
+@pytest.mark.parametrize("length", [1200, 4096, 16000])
+@pytest.mark.parametrize("compression, share", [(4, 0.21), (8, 0.08), (16, 0.02), (32, 0)])
+def test_as_many_retrieval_heads_as_in_the_papers_runs_at_any_length(length, compression, share):
+    """Of 1,000 heads the share that RocketKV's authors have, in percent, whatever the prompt's length."""
+    policy = kvlab.policy("duoattention", budget=length // compression)
+    found = policy.retrieval(100, 10, length, length // compression).float().mean()
+    assert share <= found < share + 0.011
+
+
+def test_the_sizes_of_earlier_versions_are_numbers():
+    assert str(kvlab.policy("duoattention", budget=9, sinks=None, recent=None)) == str(
+        kvlab.policy("duoattention", budget=9)
+    )
+    policy = kvlab.policy("duoattention", budget=900, sinks=128, recent=512)
+    assert policy.minimum == 640 and policy.parts(900, 1000) == policy.parts(900, 16000) == (128, 512)
+
+
+@pytest.mark.parametrize("part", [dict(sinks=-1), dict(recent=0), dict(sinks=1.5), dict(recent=0.0), dict(sinks="a")])
+def test_parts_that_are_none(part):
+    with one_sentence(next(iter(part))):
+        kvlab.policy("duoattention", budget=40, **part)
 
 
 def test_a_layer_at_a_time_is_the_replay_of_all():

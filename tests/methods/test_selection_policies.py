@@ -33,6 +33,8 @@ CASES = [
     ("rocketkv", dict(budget=24, window=8, short=5)),
     ("rocketkv", dict(budget=24, window=8, short=5, split="adaptive")),
     ("rocketkv", dict(budget=60, window=8, kernel=3)),
+    ("rocketkv", dict(budget=24, window=8, short=5, turns="multi")),
+    ("rocketkv", dict(budget=40, window=8, kernel=3, turns="multi")),
 ]
 
 LONG = [
@@ -75,11 +77,12 @@ def test_a_prompt_of_1500(case):
 @pytest.mark.parametrize("heads, kv_heads", SHAPES)
 def test_keep_of_a_batch_is_the_first_stage(case, heads, kv_heads):
     policy, prompt, new = kvlab.policy(case[0], **case[1]), 160, 40
+    first_stage = {name: value for name, value in policy if name != "turns"}
     tensors = inputs(heads + kv_heads, heads, kv_heads, prompt, new)
     kept = policy.keep(*(t[:, :, :prompt] for t in tensors), max_new_tokens=new)
     for row in range(2):
         arrays = exact(*(t[row] for t in tensors[:2]))
-        expected = [oracles.rocketkv_kept(*a, prompt, **dict(policy)) for a in (arrays, shaken(*arrays))]
+        expected = [oracles.rocketkv_kept(*a, prompt, **first_stage) for a in (arrays, shaken(*arrays))]
         assert sets(kept[row]) == expected[0] == expected[1]
 
 
@@ -310,3 +313,52 @@ def test_too_few_prompt_queries(name):
     queries, keys, values = inputs(14, 4, 2, 200)
     with pytest.raises(KvlabError, match="32"):
         kvlab.policy(name, budget=64).keep(queries[:, :, -31:], keys, values)
+
+
+# RocketKV-MT
+
+
+def test_what_rocketkv_masks_for_a_turn_it_still_stores():
+    """Bytes: the whole cache, the pages and an index; loaded is what the evicting one loads."""
+    tensors, prompt, steps, entry = inputs(23, 8, 2, 150, 12), 150, 12, 2 * HEAD_DIM * 4
+    trace = kvlab.Trace.from_tensors(*tensors, prompt)
+    own = dict(budget=24, window=8, short=5)
+    single, multi = (kvlab.replay(trace, kvlab.policy("rocketkv", turns=turns, **own)) for turns in ("single", "multi"))
+    masked = kvlab.policy("rocketkv", **own).keep(*(t[:, :, :prompt] for t in tensors), max_new_tokens=steps).shape[2]
+    assert masked < prompt and multi.read_bytes.equal(single.read_bytes) and multi.mass_lost.equal(single.mass_lost)
+    for t in range(1, steps + 1):
+        evicted = LAYERS * 2 * (prompt - masked)
+        assert int(multi.stored_bytes[t - 1] - single.stored_bytes[t - 1]) == evicted * entry + LAYERS * 2 * masked * 8
+
+
+# The oracle of selection
+
+
+@pytest.mark.parametrize("heads, kv_heads", SHAPES)
+@pytest.mark.parametrize("who", ["group", "head"])
+def test_exact_topk_selects_for_the_group_or_for_each_query_head(heads, kv_heads, who):
+    """Attention of every step from scratch; a set for each query head reads more, and nothing more is stored."""
+    prompt, steps, budget, entry = 50, 12, 9, 2 * 16 * 4
+    tensors = inputs(21, heads, kv_heads, prompt, steps)
+    result = kvlab.replay(
+        kvlab.Trace.from_tensors(*tensors, prompt), kvlab.policy("exact_topk", budget=budget, sets=who)
+    )
+    of_sets = kv_heads if who == "group" else heads
+    for t in range(1, steps + 1):
+        for index in range(len(tensors[0])):
+            queries, keys, _ = exact(*(tensor[index] for tensor in tensors))
+            weights = oracles.decoding_weights(queries, keys, prompt, t)
+            summed = [sum(weights[h] for h in oracles.heads_of(s, heads, of_sets)) for s in range(of_sets)]
+            read = [oracles.top_positions(row, budget) for row in summed]
+            assert sets(result.kept(index, t)) == read, f"layer {index} step {t}"
+            lost = oracles.mass_lost(weights, read)
+            np.testing.assert_allclose(result.mass_lost[index, :, t - 1], lost, atol=1e-5)
+        assert int(result.stored_bytes[t - 1]) == len(tensors[0]) * kv_heads * (prompt + t) * entry
+        assert int(result.read_bytes[t - 1]) == len(tensors[0]) * of_sets * budget * entry
+
+
+def test_every_query_head_with_a_set_of_its_own_loses_no_more_than_with_its_groups():
+    tensors = inputs(22, 8, 2, 90, 20)
+    trace = kvlab.Trace.from_tensors(*tensors, 90)
+    group, head = (kvlab.replay(trace, kvlab.policy("exact_topk", budget=9, sets=who)) for who in ("group", "head"))
+    assert (head.mass_lost <= group.mass_lost + 1e-6).all() and head.mass_lost.mean() < 0.9 * group.mass_lost.mean()

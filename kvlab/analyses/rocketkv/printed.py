@@ -17,8 +17,14 @@ from kvlab.analyses.rocketkv.budgets import RIVALS
 NOT_BEHIND = "printed/{benchmark}/{method}_not_behind_{others}"
 BEHIND = "printed/{benchmark}/behind/{method}/{cell}"
 NEEDLE_LOSS = "printed/needle/largest_loss/{budget}"
+SNAPKV_NEEDLES = "printed/needle/snapkv_loses_at_least/{budget}"
+LAST_OF_ALL = "printed/longbench/{method}_last/{model}"
+LOSS = "printed/ruler/loss/{model}/{length}/{budget}"
+LOSS_GROWS = "printed/ruler/loss_grows"
 LEAD = "printed/ruler/lead/{model}/{length}/{budget}"
 WIDER = "printed/ruler/wider"
+SMALLER = ("Mistral-7B-v0.2", "LongChat-7B-v1.5")
+"""The models on which section 4.2 says how much SnapKV loses on needles."""
 TIGHT = 512
 """The largest budget of which the paper's conclusion says that RocketKV is ahead of all others."""
 LOW = 1024
@@ -38,7 +44,11 @@ def findings() -> Findings:
         `printed/longbench/behind/sparq/LongChat-7B-v1.5/1024` and so on, by how many points RocketKV is behind where it
         is; `printed/needle/largest_loss/512`, the most that RocketKV loses on needles against the full cache, of three
         models; `printed/ruler/lead/Llama3.1-8B/96000/256` over the best rival, and `printed/ruler/wider`, the share of
-        models and budgets at which that lead is larger at the longest sequence that is printed than at the shortest.
+        models and budgets at which that lead is larger at the longest sequence that is printed than at the shortest;
+        `printed/ruler/loss/Llama3.1-8B/16000/256` against the full cache, and `printed/ruler/loss_grows`, the share of
+        steps from one printed length to the next, of models and budgets, at which that loss becomes larger;
+        `printed/needle/snapkv_loses_at_least/1024`, the smaller loss of SnapKV's on Mistral-7B and LongChat, in points;
+        `printed/longbench/sparq_last/Mistral-7B-v0.2`, the share of budgets at which all others score more than SparQ.
     """
     longbench, ruler = papers.figure("rocketkv", "longbench"), papers.figure("rocketkv", "ruler")
     ruler = ruler.assign(model=ruler["model"].str.cat(ruler["length"].astype(str), sep=" "))
@@ -72,7 +82,13 @@ def findings() -> Findings:
     lost = ours.assign(lost=ours["model"].map(full) - ours["needle"]).groupby("budget", as_index=False)["lost"].max()
     for row in lost.to_dict("records"):
         found.set(NEEDLE_LOSS, row["lost"], budget=int(row["budget"]))
-    return found | _longer(benchmarks["ruler"])
+    snapkv: Any = longbench.query("method == 'snapkv' and model in @SMALLER")
+    for budget, part in snapkv.assign(lost=snapkv["model"].map(full) - snapkv["needle"]).groupby("budget"):
+        found.set(SNAPKV_NEEDLES, part["lost"].min(), budget=int(budget))
+    for model, part in benchmarks["longbench"].groupby("model"):
+        others: Any = part.drop(columns=["model", "budget", "sparq"])
+        found.set(LAST_OF_ALL, (part["sparq"] < others.min(axis=1)).mean(), method="sparq", model=model)
+    return found | _longer(benchmarks["ruler"]) | _losses(papers.figure("rocketkv", "ruler"))
 
 
 def _scores(table: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -93,6 +109,21 @@ def _gaps(scores: pd.DataFrame, method: str, others: Sequence[str]) -> pd.DataFr
     cells = part["model"].str.cat(part["budget"].astype(int).astype(str), sep=" ")
     gap = (part[method] - rivals.max(axis=1)).round(6)
     return pd.DataFrame({"cell": cells, "against": rivals.idxmax(axis=1), "gap": gap})
+
+
+def _losses(ruler: pd.DataFrame) -> Findings:
+    """What RocketKV loses on RULER against the full cache, and whether it loses more as sequences grow."""
+    at = ["model", "length"]
+    full: Any = ruler[ruler["method"] == "full"]
+    full = full.set_index(at)["average"].rename("full")
+    ours: Any = ruler[ruler["method"] == "rocketkv"].join(full, on=at, how="inner").sort_values("length")
+    ours = ours.assign(loss=(ours["full"] - ours["average"]).round(6), budget=ours["budget"].astype(int))
+    found = Findings(ours)
+    for row in ours.to_dict("records"):
+        found.set(LOSS, row["loss"], model=row["model"], length=row["length"], budget=row["budget"])
+    steps = ours.groupby(["model", "budget"])["loss"].diff().dropna()
+    found.set(LOSS_GROWS, (steps > 0).mean())
+    return found
 
 
 def _longer(scores: pd.DataFrame) -> Findings:

@@ -141,6 +141,11 @@ class Policy(Parameters, metaclass=Declaring):
         return 0
 
     @property
+    def renews(self) -> bool:
+        """Whether it loses nothing for good and chooses anew in each turn, once the turn's question has been read."""
+        return False
+
+    @property
     def accumulates(self) -> bool:
         """Whether it needs the attention summed over all prompt queries (`Prompt.accumulated`)."""
         return False

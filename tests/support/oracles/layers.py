@@ -181,13 +181,21 @@ def oracle_lacache(queries, keys, values, prompt_length, budget, **how):
     return [[lacache_layer(i, len(keys), prompt_length, budget, **how)] * len(layer) for i, layer in enumerate(keys)]
 
 
-def streaming_part(budget, sinks=None, recent=None):
-    """Sinks and recent tokens of a streaming head; RocketKV's appendix for what is not given."""
+def streaming_part(prompt_length, budget, sinks=None, recent=None):
+    """Sinks and recent tokens of a streaming head. What is not given is RocketKV's appendix, printed for 16,000 tokens:
+    128 and 512; all heads stream at 640 and below, and a fifth of 256 and less are sinks.
+    """
+
+    def at_this_length(printed):
+        return Fraction(printed * prompt_length, 16000)
+
     if sinks is None:
-        sinks = 128 if budget > 256 else max(1, int(Fraction(budget) / 5))
-        sinks = min(sinks, budget - (1 if recent is None else recent))
+        sinks = int(at_this_length(128)) if budget > at_this_length(256) else budget // 5
+        sinks = min(max(sinks, 1), budget - (1 if recent is None else recent))
     if recent is None:
-        recent = min(512, budget - sinks) if budget > 640 else budget - sinks
+        recent = budget - sinks
+        if recent > at_this_length(512):
+            recent = max(1, int(at_this_length(512)))
     return sinks, recent
 
 
@@ -215,7 +223,7 @@ def retrieval_heads(layers, kv_heads, prompt_length, budget, sinks, recent, scor
 
 def oracle_duoattention(queries, keys, values, prompt_length, budget, sinks=None, recent=None, scores=None):
     """Steps of every layer; a streaming head is `sinks` first and `recent` last tokens, after every step."""
-    sinks, recent = streaming_part(budget, sinks, recent)
+    sinks, recent = streaming_part(prompt_length, budget, sinks, recent)
     retrieval = retrieval_heads(len(keys), len(keys[0]), prompt_length, budget, sinks, recent, scores)
 
     def of_layer(layer):

@@ -224,9 +224,16 @@ def rocketkv_kept(
     return snapkv_pp_kept(queries, keys, prompt_length, left, window, kernel, short, long, threshold)
 
 
-def oracle_rocketkv(queries, keys, values, prompt_length, budget, **first_stage):
+def oracle_rocketkv(queries, keys, values, prompt_length, budget, turns="single", **first_stage):
     kept = rocketkv_kept(queries, keys, prompt_length, budget, **first_stage)
-    if keys.shape[1] <= budget:
-        return simulate_selection(queries, keys, values, prompt_length, kept, everything)
-    page, rank = hybrid_settings(len(kept[0]) + keys.shape[1] - prompt_length, budget, keys.shape[2])
-    return simulate_selection(queries, keys, values, prompt_length, kept, hybrid_selection(budget, page, rank))
+    select = everything
+    if keys.shape[1] > budget:
+        page, rank = hybrid_settings(len(kept[0]) + keys.shape[1] - prompt_length, budget, keys.shape[2])
+        select = hybrid_selection(budget, page, rank)
+    steps = simulate_selection(queries, keys, values, prompt_length, kept, select)
+    if turns == "multi":
+        # The same is read, and all stays: masked, and not evicted.
+        whole = [[list(range(prompt_length + t))] * len(keys) for t in range(len(steps))]
+        steps = [step | dict(stored=stored) for step, stored in zip(steps, whole)]
+        steps[0]["read"] = whole[0]
+    return steps
