@@ -50,7 +50,7 @@ def test_effects_in_the_claims_are_the_papers_cells():
 
 
 def test_a_similarity_that_the_mean_query_reaches_is_not_of_the_papers_size():
-    """The printed cosine, had we measured it, holds if the prompt's mean query is further off, and not if it is nearer."""
+    """The printed cosine, had we measured it, holds where the prompt's mean query is further off, and not else."""
     (claim,) = [claim for claim in papers.claims(paper="dapq") if claim.id == "dapq.table1.dc_sp"]
     measured = {"similarity/post/dc_sp": 0.7238, "distance/post/dc_sp": 0.2762}
     measured["effect/post/position_less_content"] = 0.3971
