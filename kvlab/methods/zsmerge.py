@@ -35,7 +35,8 @@ class ZSMerge(Policy):
     Parameters:
         budget: entries for each layer and KV head, B = Bp + Bc + Br.
         proximity: Bp / B (0.5).
-        residual: Br as a share of B - Bp, at least one slot (0.02), or an integer number of slots; 0 is plain eviction.
+        residual: Br as a share of B - Bp, rounded down as in the authors' code, at least one slot (0.02), or an integer
+            number of slots; 0 is plain eviction.
         decay: lambda of eq. 5 (0.98).
         window: prompt queries that start the scores (8).
         alpha: strength of the logit bias, in [0, 1] (1).
@@ -91,7 +92,7 @@ class ZSMerge(Policy):
         recent = int(self.proximity * budget)
         residual = self.residual
         if isinstance(residual, float) and residual > 0:
-            residual = max(1, round(residual * (budget - recent)))
+            residual = max(1, int(residual * (budget - recent)))
         return recent, budget - recent - int(residual), int(residual)
 
     def scores(self, prompt: Prompt) -> Tensor:

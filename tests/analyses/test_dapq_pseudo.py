@@ -77,9 +77,12 @@ def test_figure_6as_comparisons_follow_from_its_table(figure_6a):
         means = wide.mean().to_numpy()
         spread = np.sqrt(((means - means.mean()) ** 2).mean()) / means.mean()
         assert figure_6a.metrics[f"content/cv/{measure}/b48"] == pytest.approx(spread) and len(means) == 5
-        widest = (wide.max(axis=1) - wide.min(axis=1)).mean()
-        left = figure_6a.metrics[f"content/position/{measure}/b48"] - widest
-        assert figure_6a.metrics[f"content/position_less_spread/{measure}/b48"] == pytest.approx(left)
+        first, second = (sign * wide.loc[name] for name in wide.index)
+        # With two documents each takes the best and the worst content of the other.
+        gap = (first[second.idxmax()] - first[second.idxmin()] + second[first.idxmax()] - second[first.idxmin()]) / 2
+        assert figure_6a.metrics[f"content/gap/{measure}/b48"] == pytest.approx(gap)
+        left = figure_6a.metrics[f"content/position/{measure}/b48"] - gap
+        assert figure_6a.metrics[f"content/position_less_gap/{measure}/b48"] == pytest.approx(left)
     points = figure_6a.frame(pseudo.CONTENT).query("measure == 'recall'")
     assert points["content"].tolist() == ["F2L30", "F4L28", "RS_C", "RC_C", "Fix_C", "F4L28 at 0"]
 
@@ -89,6 +92,16 @@ def test_the_best_length_is_chosen_on_the_other_documents():
     assert pseudo.best_by_others(wide).to_dict() == {"a": 1, "b": 1, "c": 8}
     with pytest.raises(KvlabError, match="at least two are needed"):
         pseudo.best_by_others(wide.iloc[:1])
+
+
+def test_a_gap_between_contents_that_do_not_differ_is_none_on_average():
+    """By chance alone the largest less the smallest of a document is always positive, and `gap_by_others` is not."""
+    noise = np.random.default_rng(0)
+    tables = [pandas.DataFrame(noise.normal(0.5, 0.1, (8, 7))) for _ in range(300)]
+    assert np.mean([(table.max(axis=1) - table.min(axis=1)).mean() for table in tables]) > 0.2
+    assert np.mean([pseudo.gap_by_others(table).mean() for table in tables]) == pytest.approx(0, abs=0.015)
+    apart = [pseudo.gap_by_others(table + np.arange(7) * 0.1).mean() for table in tables]
+    assert np.mean(apart) == pytest.approx(0.6, abs=0.03)
 
 
 def test_figure_6b_rises_and_falls_by_its_table(lm, traces):

@@ -63,11 +63,25 @@ def test_window_recall_is_equations_1_to_3(small):
 @pytest.mark.parametrize("name", POLICIES)
 def test_recalls_are_those_of_a_replay(small, name):
     lm, traces = small
-    method = policy(name, budget=40)
+    method = recall.without_window(name, 40) if name in recall.UNWINDOWED else policy(name, budget=40)
     own = recall.with_pseudo(lm, traces[1], [method]) if name == "dapq" else traces[1]
     found, whole = recall.recalls(own, method), kvlab.replay(own, method).summary
     assert found == pytest.approx({m: whole[m] for m in recall.MEASURES}, abs=1e-6)
     assert 0 < found["recall"] < 1
+
+
+def test_h2o_at_the_prefill_keeps_the_last_32_and_what_all_queries_attended_to(small):
+    _, (trace, *_) = small
+    length, method = trace.prompt_length, recall.PrefillH2O(budget=40)
+    kept = method.prefill(trace.prompt)
+    for layer in range(trace.n_layers):
+        keys = exact(trace.prompt_keys[layer])
+        rows = oracles.attention_over_prompt(exact(trace.prompt.window(length)[layer]), keys, range(length))
+        for group in range(trace.kv_heads):
+            older = oracles.summed_over_group(rows, group, trace.kv_heads).sum(0)[: length - 32]
+            expected = sorted(oracles.top_positions(older, 8)) + list(range(length - 32, length))
+            assert kept[layer, group].tolist() == expected
+    assert kvlab.replay(trace, method).stored(0, trace.steps).shape[-1] == 40 + trace.steps, "generated tokens stay"
 
 
 def test_the_responses_own_tokens_recall_everything(small):

@@ -88,6 +88,7 @@ def test_morphkv_renormalises_each_head_before_the_groups_maximum():
 
 def test_zsmerge_shares():
     assert oracles.zsmerge_shares(512) == (256, 251, 5)
+    assert oracles.zsmerge_shares(256) == (128, 126, 2), "2.56 slots are two, as in the authors' code"
     assert oracles.zsmerge_shares(5) == (2, 2, 1)
     assert oracles.zsmerge_shares(16, residual=0) == (8, 8, 0)
     assert oracles.zsmerge_shares(16, residual=3) == (8, 5, 3)

@@ -26,6 +26,7 @@ CASES = [
     ("zsmerge", dict(budget=16)),
     ("zsmerge", dict(budget=16, residual=0)),
     ("zsmerge", dict(budget=20, residual=0.3, window=4, decay=0.5)),
+    ("zsmerge", dict(budget=20, residual=0.28)),  # 2.8 slots are two
     ("zsmerge", dict(budget=20, residual=3)),
     ("zsmerge", dict(budget=20, residual=3, initial="similarity")),
     ("morphkv", dict(budget=16, window=6)),

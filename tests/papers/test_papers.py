@@ -306,6 +306,22 @@ def test_zsmerge_on_its_own_numbers():
     assert 1 - last.error_merge / last.error_evict == pytest.approx(last.reduction, abs=1e-3)
 
 
+def test_zsmerge_on_its_authors_published_errors():
+    """Figure 4 as published, had we measured it: its reductions and all eight of its levels hold."""
+    cells = papers.figure("zsmerge", "figure4_published")
+    measured = {f"published/reduction/{row.entries}": row.reduction for row in cells.itertuples()}
+    for alpha in (0, 1):
+        measured |= {
+            f"published/error/alpha{alpha}/{row.entries}": getattr(row, f"alpha{alpha}") for row in cells.itertuples()
+        }
+    claims = [entry for entry in CLAIMS if entry.id.startswith("zsmerge.figure4.as_published")]
+    assert len(claims) == 6
+    assert {judge(entry, measured).verdict for entry in claims} == {"holds"}
+    too_large = measured | {"published/error/alpha1/100": 6e-4}
+    (levels,) = [entry for entry in claims if entry.id.endswith("error_with")]
+    assert judge(levels, too_large).verdict == "holds in direction only"
+
+
 def test_theorem_is_marked_as_an_identity():
     theorem = next(entry for entry in CLAIMS if entry.id == "zsmerge.theorem1")
     assert theorem.kind == "identity" and "identity" in theorem.summary

@@ -11,6 +11,9 @@ from kvlab.analyses.findings import Findings
 
 BENCHMARKS = {
     "longbench": ("table3", "average"),
+    "hotpotqa": ("table3", "hotpotqa"),
+    "2wikimqa": ("table3", "2wikimqa"),
+    "longbench_v2": ("table4", "overall"),
     "ruler": ("table5", "average"),
     "helmet": ("table8", "average"),
     "needle": ("table9", "accuracy"),
@@ -20,6 +23,11 @@ OURS, FULL = "DapQ", "FullKV"
 
 NOT_BEHIND = "printed/{benchmark}/dapq_not_behind"
 BEHIND = "printed/{benchmark}/behind/{method}/{cell}"
+TIES = "printed/{benchmark}/ties"
+HARD = "printed/longbench_v2/hard_over_snapkv"
+ABOVE_FULL = "printed/longbench_v2/above_full"
+LEAST_OVER = "printed/ruler/least_over/{method}"
+LACACHE = "Lacache"
 
 
 def findings() -> Findings:
@@ -27,19 +35,37 @@ def findings() -> Findings:
 
     Returns:
         Table with columns benchmark, cell, against, gap (DapQ less the best baseline, points); metrics `printed/
-        needle/dapq_not_behind` (share of the cells in which no baseline is ahead) and likewise `longbench`, `ruler` and
-        `helmet`, and `printed/needle/behind/H2O/Qwen3-8B/64`, by how many points it is behind where it is.
+        needle/dapq_not_behind` (share of the cells in which no baseline is ahead) and likewise the other BENCHMARKS,
+        `printed/needle/ties` (cells), and `printed/needle/behind/H2O/Qwen3-8B/64`, by how many points it is behind
+        where it is. Of table 4 `printed/longbench_v2/hard_over_snapkv` (points, Llama-3-8B with 64 entries) and
+        `printed/longbench_v2/above_full` (cells of compressed caches above the full one); of tables 5 to 7
+        `printed/ruler/least_over/Lacache` (points).
     """
     found, tables = Findings(pd.DataFrame()), []
     for benchmark, (table, column) in BENCHMARKS.items():
         names = RULER if benchmark == "ruler" else (table,)
         gaps: Any = _gaps(pd.concat([papers.figure("dapq", name) for name in names]), column)
         found.set(NOT_BEHIND, (gaps["gap"] >= 0).mean(), benchmark=benchmark)
+        found.set(TIES, (gaps["gap"] == 0).sum(), benchmark=benchmark)
         for row in gaps[gaps["gap"] < 0].to_dict("records"):
             found.set(BEHIND, -row["gap"], benchmark=benchmark, method=row["against"], cell=row["cell"])
         tables.append(gaps.assign(benchmark=benchmark))
     found.table = pd.concat(tables, ignore_index=True)
+    _longbench_v2(found)
+    ruler = pd.concat([papers.figure("dapq", name) for name in RULER])
+    alone = _gaps(ruler[ruler["method"].isin([OURS, LACACHE])], "average")
+    found.set(LEAST_OVER, alone["gap"].min(), method=LACACHE)
     return found
+
+
+def _longbench_v2(found: Findings) -> None:
+    """The numbers of table 4 besides its gaps."""
+    table: Any = papers.figure("dapq", "table4")
+    hard = table.query("model == 'Llama3-8B-Instruct' and budget == 64").set_index("method")["hard"]
+    found.set(HARD, hard[OURS] - hard["SnapKV"])
+    full = table[table["method"] == FULL].set_index("model")["overall"]
+    compressed = table[table["method"] != FULL]
+    found.set(ABOVE_FULL, (compressed["overall"] > compressed["model"].map(full)).sum())
 
 
 def _gaps(table: pd.DataFrame, column: str) -> pd.DataFrame:

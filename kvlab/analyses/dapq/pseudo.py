@@ -36,9 +36,9 @@ USUAL = {"content": "first_last", "first": 4}
 CONTENT = "content/{measure}/{content}/b{budget}"
 VARIATION = "content/cv/{measure}/b{budget}"
 ENDS_LESS_RANDOM = "content/ends_less_random/{measure}/b{budget}"
-SPREAD = "content/spread/{measure}/b{budget}"
+GAP = "content/gap/{measure}/b{budget}"
 POSITION = "content/position/{measure}/b{budget}"
-POSITION_LESS_SPREAD = "content/position_less_spread/{measure}/b{budget}"
+POSITION_LESS_GAP = "content/position_less_gap/{measure}/b{budget}"
 LENGTH = "length/{measure}/n{length}"
 BEST_LENGTH = "length/best/{measure}/r{response}"
 RISE = "length/rise/{measure}"
@@ -107,9 +107,9 @@ def figure_6a(
         Table with columns document, content, budget, measure, value. Metrics, for each measure and budget, with
         intervals over documents: `content/recall/F4L28/b128`; `content/cv/recall/b128` (coefficient of variation over
         the contents of their means over documents); `content/ends_less_random/recall/b128` (the mean of all FmLn less
-        that of RS_C and RC_C, paired); `content/spread/recall/b128` (largest less smallest content of a document) and
+        that of RS_C and RC_C, paired); `content/gap/recall/b128` (`gap_by_others`) and
         `content/position/recall/b128` (first 4 and last at the right position less the same at position 0, paired) and
-        `content/position_less_spread/recall/b128`. Larger is better everywhere: for mass lost the signs are turned.
+        `content/position_less_gap/recall/b128`. Larger is better everywhere: for mass lost the signs are turned.
     """
     rows, usual, elsewhere = [], USUAL | {"window": n}, f"F4L{n - 4} at 0"
     for number, trace in enumerate(progress_bars.each(traces, "figure 6a", "doc")):
@@ -144,12 +144,12 @@ def figure_6a(
         findings.add_difference(
             ENDS_LESS_RANDOM, sign * right[ends].mean(axis=1), sign * right[list(RANDOM)].mean(axis=1), **at
         )
-        spread = right.max(axis=1) - right.min(axis=1)
-        findings.add(SPREAD, spread, **at)
+        gap = gap_by_others(sign * right)
+        findings.add(GAP, gap, **at)
         if (published := f"F4L{n - 4}") in right:
             effects = sign * (right.loc[:, published] - wide.loc[:, elsewhere])
             findings.add(POSITION, effects, **at)
-            findings.add_difference(POSITION_LESS_SPREAD, effects, spread, **at)
+            findings.add_difference(POSITION_LESS_GAP, effects, gap, **at)
     return findings
 
 
@@ -264,10 +264,20 @@ def shortened(trace: Trace, steps: int) -> Trace:
     )
 
 
+def gap_by_others(good: pd.DataFrame) -> pd.Series:
+    """For each row (a document) the gap between two columns (contents): the best and the worst of all other rows.
+
+    The largest less the smallest of a row itself would be positive where no content is better than another.
+    """
+    best, worst = best_by_others(good), best_by_others(-good)
+    gaps = {document: good.at[document, best[document]] - good.at[document, worst[document]] for document in good.index}
+    return pd.Series(gaps).rename_axis(good.index.name)
+
+
 def best_by_others(wide: pd.DataFrame) -> pd.Series:
     """For each row the column that is largest on average over all other rows."""
     if len(wide) < 2:
-        raise KvlabError("the best length is chosen on other documents, so at least two are needed")
+        raise KvlabError("what is best is chosen on other documents, so at least two are needed")
     others = (-wide + wide.sum()) / (len(wide) - 1)
     return others.idxmax(axis=1)
 

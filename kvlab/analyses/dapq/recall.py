@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from kvlab.analyses.dapq.position import ids_of
 from kvlab.analyses.findings import Findings
-from kvlab.core import ranking
+from kvlab.core import attention, ranking
 from kvlab.lib import progress_bars
 from kvlab.methods import Policy, policy
 from kvlab.methods._base.needs import NOTHING
 from kvlab.methods._base.policy import Kernel, top_and_last
 from kvlab.methods._base.prompt import Prompt
+from kvlab.methods._base.scorer import Scorer
 from kvlab.methods.dapq import DapQ
 from kvlab.methods.snapkv import SnapKV
 from kvlab.replays.reference import reference
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 MEASURES = ("window_recall", "recall")
 # Policies whose ranking depends on the size of an observation window, and the others.
-WINDOWED, UNWINDOWED = ("snapkv", "pyramidkv"), ("h2o", "streamingllm")
+WINDOWED, UNWINDOWED = ("snapkv", "pyramidkv"), ("h2o", "h2o_prefill", "streamingllm", "lacache")
 OTHERS = WINDOWED + UNWINDOWED
 SAME = ("snapkv_raw", "snapkv_pooled")
 """DapQ as it is against SnapKV's raw scores with nothing forced in, and both pooled with SnapKV's window forced in."""
@@ -70,6 +72,32 @@ def recalls(trace: Trace, method: Policy) -> dict[str, float]:
         "window_recall": float(reference(trace).share_found(ranks, best, k).mean()),
         "recall": float(reference(trace).share_found(ranks, method.prefill(prompt), k).mean()),
     }
+
+
+class PrefillH2O(Scorer):
+    """H2O as DapQ's comparison runs it: at the prefill alone, with the last `window` tokens as its recent part.
+
+    Every generated token stays.
+    """
+
+    name: ClassVar[str] = "h2o_prefill"
+    summary: ClassVar[str] = "H2O at the prefill alone"
+
+    window: Annotated[int, Field(ge=1)] = 32
+
+    @property
+    def minimum(self) -> int:
+        return self.window + 1
+
+    @property
+    def accumulates(self) -> bool:
+        return True
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        return prompt.share(("h2o",), lambda: attention.sum_over_group(prompt.accumulated(self), prompt.kv_heads))
+
+    def choose(self, prompt: Prompt, budget: int) -> Tensor:
+        return top_and_last(self.scores(prompt), budget - self.window, self.window)
 
 
 class RawSnapKV(SnapKV):
@@ -169,7 +197,7 @@ def figure_3(
         }
         own = with_pseudo(lm, trace, list(random.values()))
         unwindowed = {
-            (name, b): recalls(own, policy(name, budget=b)) for name in UNWINDOWED for b in {b for _, b in settings}
+            (name, b): recalls(own, without_window(name, b)) for name in UNWINDOWED for b in {b for _, b in settings}
         }
         for w, b in settings:
             measured = [recalls(own, random[w, s].replace(budget=b)) for s in seeds]
@@ -191,6 +219,11 @@ def figure_3(
         for name in OTHERS:
             findings.add_difference(LEAD, wide["dapq"], wide[name], policy=name, **at)
     return findings
+
+
+def without_window(name: str, budget: int) -> Policy:
+    """One of UNWINDOWED at a budget."""
+    return PrefillH2O(budget=budget) if name == PrefillH2O.name else policy(name, budget=budget)
 
 
 def small_windows(figure: Findings, small: int, budget: int) -> Findings:

@@ -19,9 +19,16 @@ CATEGORIES = {
 }
 """LongBench's tasks by its categories: the columns of table 5 behind those of table 3."""
 
+EVICTION = ("streamingllm", "h2o")
+ESPECIALLY = ("multi_doc_qa", "summarization")
+"""The kinds of tasks on which section 4.4.2 says that ZSMerge is furthest ahead of StreamingLLM and H2O."""
+
 OVER = "{table}/over_{method}/{what}"
 OF_FULL = "table2/of_full/{model}/{percent}"
 SHARE_ABOVE = "{table}/share_above_snapkv"
+SHARE_OVER = "{table}/over_{method}/share_above"
+GAIN_OF_KINDS = "table3/over_{method}/{kinds}"
+H2O_FAILS = "table5/h2o_fails"
 FROM_TABLE_5 = "table3/from_table5"
 BELOW_BEST = "table6/below_best"
 AVERAGES_THAT_DIFFER = "table6/averages_that_differ"
@@ -78,6 +85,31 @@ def over_snapkv() -> Findings:
     return findings
 
 
+def over_eviction() -> Findings:
+    """Tables 3 and 5: ZSMerge against StreamingLLM and H2O, which has no scores on Mistral-7B.
+
+    Returns:
+        Table with the columns of `differences`, `table` and `against`; metrics `table3/over_h2o/least` (points),
+        `table3/over_h2o/especially` and `table3/over_h2o/elsewhere` (mean relative gains on the kinds of ESPECIALLY,
+        and on the others), `table5/over_h2o/share_above`, and the same over streamingllm; `table5/h2o_fails`: tasks on
+        which H2O has less than a tenth of the full cache's score at a size.
+    """
+    findings, parts = Findings(pd.DataFrame()), []
+    for method in EVICTION:
+        kinds: Any = differences("table3", method)
+        tasks: Any = differences("table5", method)
+        findings.set(OVER, kinds["gain"].min(), table="table3", method=method, what="least")
+        named = kinds["what"].isin(ESPECIALLY)
+        findings.set(GAIN_OF_KINDS, kinds.loc[named, "relative"].mean(), method=method, kinds="especially")
+        findings.set(GAIN_OF_KINDS, kinds.loc[~named, "relative"].mean(), method=method, kinds="elsewhere")
+        findings.set(SHARE_OVER, (tasks["gain"] > 0).mean(), table="table5", method=method)
+        parts += [kinds.assign(table="table3", against=method), tasks.assign(table="table5", against=method)]
+    findings.table = pd.concat(parts, ignore_index=True)
+    of_h2o: Any = cells("table5").dropna(subset=["h2o"])
+    findings.set(H2O_FAILS, of_h2o.loc[of_h2o["h2o"] < 0.1 * of_h2o["full"], "what"].nunique())
+    return findings
+
+
 def _from_table_5() -> float:
     """The largest distance of table 3's cells from the means of table 5's."""
     keys = ["model", "capacity", "method"]
@@ -92,7 +124,9 @@ def infinite_bench() -> Findings:
     Returns:
         Table with columns method, printed, recomputed (the mean of the eight tasks), difference; metrics
         `table6/averages_that_differ` (rows whose mean does not print as their average), `table6/below_best` (of the
-        printed averages), `table6/share_of_full/printed` and `table6/share_of_full/recomputed`.
+        printed averages), `table6/share_of_full/printed` and `table6/share_of_full/recomputed`;
+        `table6/over_h2o/average`, `table6/over_infllm/average` (ZSMerge's less theirs) and
+        `table6/over_best/retrieve_kv` (less the best of the other compressed ones).
     """
     rows = papers.figure("zsmerge", "table6").set_index("method")
     table: Any = pd.DataFrame({"printed": rows["average"], "recomputed": rows.drop(columns="average").mean(axis=1)})
@@ -102,6 +136,12 @@ def infinite_bench() -> Findings:
     findings.set(AVERAGES_THAT_DIFFER, (table["difference"].abs() > 0.005 + 1e-9).sum())
     compressed = table["printed"].drop(["full", "zsmerge"])
     findings.set(BELOW_BEST, compressed.max() - table.loc["zsmerge", "printed"])
+    for method in ("h2o", "infllm"):
+        lead = table.loc["zsmerge", "printed"] - table.loc[method, "printed"]
+        findings.set(OVER, lead, table="table6", method=method, what="average")
+    retrieved = rows["retrieve_kv"]
+    best = retrieved.drop(["full", "zsmerge"]).max()
+    findings.set(OVER, retrieved["zsmerge"] - best, table="table6", method="best", what="retrieve_kv")
     for source in ("printed", "recomputed"):
         findings.set(SHARE_OF_FULL, table.loc["zsmerge", source] / table.loc["full", source], source=source)
     return findings

@@ -31,6 +31,8 @@ POLICIES = {
     "h2o": "H2O",
     "streamingllm": "StreamingLLM",
     "pyramidkv": "PyramidKV",
+    "lacache": "LaCache",
+    "h2o_prefill": "H2O at the prefill",
 }
 COLOURS = theme.colours(POLICIES)
 ENTRIES = "entries for each layer and KV head"
@@ -202,9 +204,10 @@ def mutual(findings: Findings) -> Figure:
 
 def figure_3(findings: Findings, window: int, budget: int) -> Figure:
     """Figure 3: window recall along the window, at `budget` entries, and along the budget, at a window of `window`."""
-    # PyramidKV ranks as SnapKV does.
+    # PyramidKV ranks as SnapKV does, and H2O at the prefill as H2O; LaCache ranks nothing.
     names = {**POLICIES, "snapkv": "SnapKV (and PyramidKV)"}
-    del names["pyramidkv"]
+    for name in ("pyramidkv", "h2o_prefill", "lacache"):
+        del names[name]
     recalls = findings.frame(recall.RECALL).query("measure == 'window_recall' and policy in @names.keys()")
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), sharey=True)
     plots.estimates(

@@ -96,7 +96,7 @@ def test_figure_3_runs_along_the_window_and_along_the_budget(figure_3):
 
 def test_retained_sets_show_every_policy_and_both_leads(figure_3):
     left, right = draw.retained_sets(figure_3, 32).axes
-    assert len(curves(left)) == 5
+    assert len(curves(left)) == 7
     kept = values(figure_3, recall.RECALL, "budget", measure="recall", policy="pyramidkv", window=32)
     assert curves(left)["PyramidKV"].points() == kept
     assert legend(right) == ["raw window scores", "retained sets"]

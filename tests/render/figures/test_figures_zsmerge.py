@@ -6,7 +6,7 @@ import pytest
 from support import drawing
 
 from kvlab import papers
-from kvlab.analyses.zsmerge import merging, sensitivity
+from kvlab.analyses.zsmerge import as_published, merging, sensitivity
 from kvlab.render.figures import plots, zsmerge
 
 pytestmark = pytest.mark.usefixtures("headless")
@@ -39,6 +39,18 @@ def test_figure_4_has_a_curve_for_each_variant_and_the_papers_points(errors):
     assert drawing.curves(right)["of the squared error"].y[-1] == errors.metrics["reduction_squared/0.50"]
     assert [gain for _, gain in drawing.diamonds(right)] == papers.figure("zsmerge", "figure4")["reduction"].tolist()
     figure.canvas.draw()
+
+
+def test_figure_4_as_published_has_both_alphas_and_the_published_points(tiny, random_traces):
+    found = as_published.figure_4(random_traces, as_published.projections(tiny()), (160, 100, 40))
+    left, right = zsmerge.as_published(found).axes
+    curves = drawing.curves(left)
+    assert list(curves) == ["alpha = 0 (called eviction)", "alpha = 1 (residual merging)"]
+    errors = [found.metrics[f"published/error/alpha1/{entries}"] for entries in (40, 100)]
+    assert sorted(curves["alpha = 1 (residual merging)"].y, reverse=True) == errors, "what fits has no error to draw"
+    printed = papers.figure("zsmerge", "figure4_published")
+    assert {y for _, y in drawing.diamonds(left)} == {*printed["alpha0"], *printed["alpha1"]}
+    assert drawing.diamonds(right) == [*zip(printed["entries"], printed["reduction"], strict=True)]
 
 
 def test_by_layer_what_is_worse_than_eviction_lies_above_zero(errors):

@@ -20,7 +20,7 @@ from support.oracles.core import (
 def zsmerge_shares(budget, residual=0.02):
     """(proximity, context, residual) of eq. 3; a share of what proximity leaves, or slots; 0 is the eviction twin."""
     proximity = budget // 2
-    slots = max(1, round(residual * (budget - proximity))) if 0 < residual < 1 else residual
+    slots = max(1, int(residual * (budget - proximity))) if 0 < residual < 1 else residual
     return proximity, budget - proximity - slots, slots
 
 
