@@ -20,8 +20,8 @@ class Random(Scorer):
     Parameters:
         budget: entries for each layer and KV head, or a fraction of the prompt.
         seed: of the draw.
-        sinks: so many first tokens always stay, as most methods keep them.
         decode: at each decoding step one entry, drawn from all that are stored, leaves for each that came.
+        sinks: so many first tokens always stay, as most methods keep them.
     """
 
     name: ClassVar[str] = "random"
