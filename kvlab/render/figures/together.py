@@ -56,8 +56,10 @@ def pareto(measured: pd.DataFrame, side: str, limit: pd.DataFrame | None = None)
     drawn as a dotted line.
     """
     figure, ax = plt.subplots(figsize=(10.2, 6.6))
-    points = equal_bytes.points(measured, side, "output_error")
-    full, drawn = points.query("policy == 'full'"), points.query("policy != 'full' and value > 0")
+    points = equal_bytes.points(pd.concat([measured, limit]), side, "output_error")
+    full, lossy = points.query("policy == 'full'"), points.query("policy != 'full' and value > 0")
+    limited = lossy["policy"] == equal_bytes.LIMIT
+    drawn, oracle = lossy[~limited], lossy[limited].sort_values("bytes")
     on_front = set(drawn.query("front")["policy"])
     for name, part in drawn.groupby("policy", sort=False):
         highlighted = name in on_front
@@ -94,13 +96,11 @@ def pareto(measured: pd.DataFrame, side: str, limit: pd.DataFrame | None = None)
             fontsize=9,
             color=FAINT,
         )
-    ends = [drawn]
-    if limit is not None:
-        ends.append(equal_bytes.points(limit, side, "output_error").query("value > 0").sort_values("bytes"))
-        ax.plot(ends[-1]["bytes"] / 2**20, ends[-1]["value"], zorder=4, **LIMIT)
+    if len(oracle):
+        ax.plot(oracle["bytes"] / 2**20, oracle["value"], zorder=4, **LIMIT)
     _mebibyte_ticks(ax)
-    _names_at_the_side(ax, pd.concat(ends))
-    _families(ax, drawn["policy"], limited=limit is not None)
+    _names_at_the_side(ax, pd.concat([drawn, oracle]))
+    _families(ax, drawn["policy"], limited=len(oracle) > 0)
     return figure
 
 
