@@ -140,7 +140,7 @@ class Fidelities(Sequence[Fidelity]):
 
         parts = [each.table.assign(policy=each.policy.name, budget=each.policy.asked) for each in self.results]
         table = pd.concat(parts, ignore_index=True)
-        return table[["policy", "budget", *self.results[0].table]]
+        return table.filter(["policy", "budget", *self.results[0].table])
 
 
 @overload

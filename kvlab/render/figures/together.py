@@ -56,10 +56,11 @@ def pareto(measured: pd.DataFrame, side: str, limit: pd.DataFrame | None = None)
     drawn as a dotted line.
     """
     figure, ax = plt.subplots(figsize=(10.2, 6.6))
-    points = equal_bytes.points(pd.concat([measured, limit]), side, "output_error")
+    every = measured if limit is None else pd.concat([measured, limit])
+    points = equal_bytes.points(every, side, "output_error")
     full, lossy = points.query("policy == 'full'"), points.query("policy != 'full' and value > 0")
-    limited = lossy["policy"] == equal_bytes.LIMIT
-    drawn, oracle = lossy[~limited], lossy[limited].sort_values("bytes")
+    drawn, oracle = lossy.query("policy != @equal_bytes.LIMIT"), lossy.query("policy == @equal_bytes.LIMIT")
+    oracle = oracle.sort_values("bytes")
     on_front = set(drawn.query("front")["policy"])
     for name, part in drawn.groupby("policy", sort=False):
         highlighted = name in on_front
