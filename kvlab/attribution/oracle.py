@@ -19,7 +19,6 @@ from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import lm_of
 from kvlab.methods import policy
 from kvlab.methods._base.given_sets import GivenSets
-from kvlab.replays.reference import reference
 from kvlab.traces.recording import prompt_ids
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ SINKS, BASE = 4, 4
 
 
 def oracle_attention(trace: Trace, budget: int) -> GivenSets:
-    """The gold sets: for each layer and KV head the prompt entries that the response attends to most.
+    """The sets of the policy `oracle_attention` on a trace, as a policy that also runs live and can be attributed.
 
     Args:
         trace: with a response.
@@ -43,11 +42,9 @@ def oracle_attention(trace: Trace, budget: int) -> GivenSets:
     Raises:
         KvlabError: a trace without a response.
     """
-    if not trace.steps:
-        raise KvlabError("an oracle sees the response, and this trace has none; capture it with new_tokens=32")
-    ranks = reference(trace).gold_ranks
-    sets = top_positions(-ranks.float(), whole("budget", budget))
-    return GivenSets(budget=budget, sets=sets.cpu(), source="oracle_attention")
+    oracle = policy("oracle_attention", budget=whole("budget", budget))
+    sets = oracle.choose(trace.prompt.seen_by(oracle), budget)
+    return GivenSets(budget=budget, sets=sets.cpu(), source=oracle.name)
 
 
 @dataclass

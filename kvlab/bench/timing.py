@@ -36,6 +36,7 @@ from kvlab.lib.files import replacing
 from kvlab.lib.terminal import titled
 from kvlab.live.session import Session, compress
 from kvlab.methods import Policy, policy, registry
+from kvlab.methods import policies as known_policies
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -124,7 +125,7 @@ def contenders(
     if not budgets and policies:
         raise KvlabError("no budget was given; say how many entries each head may keep (512), or which fraction (0.2)")
     chosen = [Contender()]
-    for name in registry() if "all" in policies else policies:
+    for name in known_policies() if "all" in policies else policies:
         if name in registry() and "budget" not in registry()[name].model_fields:
             chosen.append(Contender(policy(name)))
         else:

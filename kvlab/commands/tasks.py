@@ -105,7 +105,7 @@ def eval_(
     from kvlab.analyses import shipped_tables
     from kvlab.bench.meters import device_name
     from kvlab.inputs import models
-    from kvlab.methods import registry
+    from kvlab.methods import policies as known_policies
     from kvlab.render.figures import evaluation
     from kvlab.workbench import project
     from kvlab.workbench.experiments import prompt_limits
@@ -113,7 +113,7 @@ def eval_(
     from kvlab.workbench.store import database, evaluations
 
     if policies == "all":
-        chosen = [name for name in registry() if name not in ("full", "random")]
+        chosen = [name for name in known_policies() if name not in ("full", "random")]
     point, storages = cast("CompressAt", compress_at), options.names(storage)
     plans = [evaluate.plan(task, chosen, sizes, point, limit, storages) for task in chosen_tasks]
     for wanted in plans:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 from kvlab.core.storage import AS_IS, Storage, stored_as
 from kvlab.errors import KvlabError
 from kvlab.methods import Policy, has_budget, listed, policy
+from kvlab.methods._base import contract
 from kvlab.methods.full import Full
 from kvlab.tasks.base import Task
 
@@ -77,7 +78,7 @@ def plan(
 
     Raises:
         KvlabError: an unknown policy or storage, a budget that a policy cannot work with, or no budget for one that
-            needs it.
+            needs it, or a policy that sees the response.
     """
     wanted_storages = [storage] if isinstance(storage, str | Storage) else listed(storage, "storages")
     storages = tuple(dict.fromkeys(stored_as(form) for form in wanted_storages))
@@ -96,4 +97,6 @@ def plan(
             raise KvlabError(f"{wanted} needs a budget: entries for each head (256), or a share of the prompt (0.2)")
         else:
             chosen += [policy(wanted, budget=budget) for budget in budgets]
+    for each in chosen:
+        contract.check_runs_live(each)
     return Plan(task, tuple(dict.fromkeys(chosen)), compress_at, limit, storages)

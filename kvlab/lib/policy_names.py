@@ -35,6 +35,11 @@ def own() -> list[str]:
 def unknown(name: str, known: Iterable[str]) -> str:
     """The message for an unknown policy: the nearest names, and all that are `known`."""
     known = sorted(known)
+    if name == "oracle_effect":
+        return (
+            "oracle_effect has to run the model, so it is a function and no policy: "
+            "kvlab.attribution.oracle.oracle_effect(lm, text, budget).policy"
+        )
     sentence = nearest(name, known, "policy", limit=len(known))
     if "did you mean" not in sentence and workspace.workspace() is None:
         sentence += "; one of your own is known inside its workspace (kvlab new), or by its object"

@@ -5,10 +5,10 @@ continuation.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,10 @@ from kvlab.lib import progress_bars
 from kvlab.lib.intervals import summarise
 from kvlab.live.session import compress
 from kvlab.methods import Policy, policy
-from kvlab.replays.run import replay
+from kvlab.methods._base import contract
+from kvlab.methods._base.given_sets import GivenSets
+from kvlab.replays.gaps import gaps_closed
+from kvlab.replays.run import SeveralPolicies, at_budgets, replay
 from kvlab.traces.recording import prompt_ids, several
 from kvlab.traces.run import capture
 
@@ -92,6 +95,55 @@ class Fidelity:
         return {name: summarise(by_document.loc[name].to_list())[1] for name in MEASURES}
 
 
+class Fidelities(Sequence[Fidelity]):
+    """What `fidelity` found of several policies or budgets, on the same documents and the same continuations."""
+
+    def __init__(self, results: Iterable[Fidelity]):
+        self.results = list(results)
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    @overload
+    def __getitem__(self, key: int) -> Fidelity: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[Fidelity]: ...
+    def __getitem__(self, key: int | slice) -> Fidelity | list[Fidelity]:
+        return self.results[key]
+
+    @property
+    def summary(self) -> pd.DataFrame:
+        """One row for each policy and budget: policy, budget, and the numbers of `Fidelity.summary`.
+
+        Beside `random` and an oracle of the same budget, nll_gap_closed and kl_gap_closed say how much of the way from
+        the one to the other a policy goes.
+        """
+        import pandas as pd
+
+        means = [result.summary for result in self.results]
+        rows = [
+            {"policy": result.policy.name, "budget": result.policy.asked} | mean
+            for result, mean in zip(self.results, means, strict=True)
+        ]
+        table = pd.DataFrame(rows)
+        for loss in ("nll", "kl"):
+            policies = [result.policy for result in self.results]
+            closed = gaps_closed([(each, each.asked, mean[loss]) for each, mean in zip(policies, means, strict=True)])
+            if not all(map(math.isnan, closed)):
+                table[f"{loss}_gap_closed"] = closed
+        return table
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """The tidy tables of all: policy, budget, and the columns of `Fidelity.table`."""
+        import pandas as pd
+
+        parts = [each.table.assign(policy=each.policy.name, budget=each.policy.asked) for each in self.results]
+        table = pd.concat(parts, ignore_index=True)
+        return table.filter(["policy", "budget", *self.results[0].table])
+
+
+@overload
 def fidelity(
     lm: LM,
     policy_or_name: Policy | str,
@@ -101,14 +153,51 @@ def fidelity(
     storage: str | Storage = "as_is",
     *,
     response: Sequence[int] | Tensor | None = None,
-) -> Fidelity:
+    budgets: None = None,
+) -> Fidelity: ...
+@overload
+def fidelity(
+    lm: LM,
+    policy_or_name: SeveralPolicies,
+    documents: Sequence[Any] | Any,
+    new_tokens: int = 64,
+    chat: str | bool = "auto",
+    storage: str | Storage = "as_is",
+    *,
+    response: Sequence[int] | Tensor | None = None,
+    budgets: None = None,
+) -> Fidelities: ...
+@overload
+def fidelity(
+    lm: LM,
+    policy_or_name: Policy | str | SeveralPolicies,
+    documents: Sequence[Any] | Any,
+    new_tokens: int = 64,
+    chat: str | bool = "auto",
+    storage: str | Storage = "as_is",
+    *,
+    response: Sequence[int] | Tensor | None = None,
+    budgets: Sequence[int | float],
+) -> Fidelities: ...
+def fidelity(
+    lm: LM,
+    policy_or_name: Policy | str | SeveralPolicies,
+    documents: Sequence[Any] | Any,
+    new_tokens: int = 64,
+    chat: str | bool = "auto",
+    storage: str | Storage = "as_is",
+    *,
+    response: Sequence[int] | Tensor | None = None,
+    budgets: Sequence[int | float] | None = None,
+) -> Fidelity | Fidelities:
     """Teacher-force the full model's greedy continuation through a compressed cache.
 
     The first token is predicted by the prefill, before anything is compressed; steps are counted from it.
 
     Args:
         lm: from `kvlab.load` or `kvlab.random_lm`, or a transformers model (which has no tokenizer: ids only).
-        policy_or_name: a policy, or the name of one that needs no parameters.
+        policy_or_name: a policy, or the name of one that needs no parameters, or a list of these. `oracle_attention`
+            keeps the gold set of the continuation.
         documents: texts, documents (`kvlab.document`) or token ids, one or a list of them.
         new_tokens: length of the continuation, 2 or more.
         chat: as `kvlab.capture` takes it.
@@ -116,6 +205,10 @@ def fidelity(
         response: ids that are fed in place of the full model's own continuation, of one document; `new_tokens` is their
             number then. Two models, or two types of one, are compared on the same response: their own ones are
             different texts, and some are easier to follow than others.
+        budgets: every policy that has a budget is run at each of them.
+
+    Returns:
+        One `Fidelity` for one policy without budgets, else `Fidelities`; the full model runs once for all of them.
 
     Raises:
         KvlabError: as `kvlab.capture` and `kvlab.compress`; a response of fewer than two tokens, or for several
@@ -123,7 +216,12 @@ def fidelity(
     """
     import pandas as pd
 
-    lm, tested, form = lm_of(lm), policy(policy_or_name), stored_as(storage)
+    lm, form, tested = lm_of(lm), stored_as(storage), at_budgets(policy_or_name, budgets)
+    if not tested:
+        raise KvlabError("fidelity needs at least one policy, such as kvlab.policy('snapkv', budget=128)")
+    for each in tested:
+        if each.needs.response and (each.needs.acts_while_decoding or each.needs.rewrites):
+            contract.check_runs_live(each)
     given = None if response is None else torch.as_tensor(response).cpu()
     if given is not None:
         if several(documents):
@@ -132,26 +230,40 @@ def fidelity(
     if whole("new_tokens", new_tokens) < 2:
         raise KvlabError(f"new_tokens={new_tokens}: the first token comes before any compression, so two are needed")
     many = [prompt_ids(lm, each, chat) for each in (documents if several(documents) else [documents])]
-    total = sum(2 * progress_bars.work(len(ids), *[1] * (new_tokens - 1)) for ids, _ in many)
-    frames = []
+    total = sum((1 + len(tested)) * progress_bars.work(len(ids), *[1] * (new_tokens - 1)) for ids, _ in many)
+    frames: list[list[pd.DataFrame]] = [[] for _ in tested]
     with progress_bars.layers(layers_of(lm.model), total, "fidelity"):
         for ids, name in many:
             full, followed = _run(lm, ids, new_tokens, nullcontext(), forced=given)
             options: dict[str, Any] = dict(tokenizer=lm.tokenizer, max_new_tokens=new_tokens, storage=form)
-            session = compress(lm.model, tested, **options)
-            compressed, _ = _run(lm, ids, new_tokens, session, forced=followed)
-            values = {
-                "nll": F.cross_entropy(compressed, followed, reduction="none"),
-                "nll_full": F.cross_entropy(full, followed, reduction="none"),
-                "kl": _divergence(full, compressed),
-                "agreement": (compressed.argmax(-1) == full.argmax(-1)).float(),
-            }
-            steps = range(1, new_tokens + 1)
-            frames += [
-                pd.DataFrame({"document": name, "storage": str(form), "step": steps, "measure": m, "value": v.tolist()})
-                for m, v in values.items()
-            ]
-    return Fidelity(tested, pd.concat(frames, ignore_index=True), form)
+            for each, found in zip(_running(lm, tested, ids, followed), frames, strict=True):
+                session = compress(lm.model, each, **options)
+                compressed, _ = _run(lm, ids, new_tokens, session, forced=followed)
+                values = {
+                    "nll": F.cross_entropy(compressed, followed, reduction="none"),
+                    "nll_full": F.cross_entropy(full, followed, reduction="none"),
+                    "kl": _divergence(full, compressed),
+                    "agreement": (compressed.argmax(-1) == full.argmax(-1)).float(),
+                }
+                where = {"document": name, "storage": str(form), "step": range(1, new_tokens + 1)}
+                found += [pd.DataFrame({**where, "measure": m, "value": v.tolist()}) for m, v in values.items()]
+    results = [
+        Fidelity(each, pd.concat(found, ignore_index=True), form) for each, found in zip(tested, frames, strict=True)
+    ]
+    return results[0] if budgets is None and isinstance(policy_or_name, Policy | str) else Fidelities(results)
+
+
+def _running(lm: LM, tested: Sequence[Policy], ids: Tensor, followed: Tensor) -> list[Policy]:
+    """The policies as they run live: one that sees the response as the sets that it keeps in a replay of it."""
+    if not any(each.needs.response for each in tested):
+        return list(tested)
+    trace = capture(lm, ids, response=followed[:-1], pseudo=(), policies=list(tested), progress=False)
+    return [
+        GivenSets(budget=each.entries(len(ids)), sets=replay(trace, each).kept_sets, source=each.name)
+        if each.needs.response
+        else each
+        for each in tested
+    ]
 
 
 @dataclass

@@ -34,6 +34,7 @@ from kvlab.live.prefill import Prefill
 from kvlab.live.reports import Reports, located
 from kvlab.live.row_groups import Group
 from kvlab.methods import Policy, listed, policy
+from kvlab.methods._base import contract
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -526,8 +527,8 @@ def compress(
         storage: in what form what the policy keeps is stored (`kvlab list storages`), from the end of the prompt on.
 
     Raises:
-        KvlabError: the model cannot be hooked, an unknown probe or storage, or a storage that the model's head size or
-            device cannot have; nothing has run by then.
+        KvlabError: a policy that sees the response, a model that cannot be hooked, an unknown probe or storage, or a
+            storage that the model's head size or device cannot have; nothing has run by then.
     """
     if turns not in ("recompress", "leave"):
         raise KvlabError(f"turns={turns!r} is neither 'recompress' nor 'leave'")
@@ -540,12 +541,14 @@ def compress(
     def encode(text: str) -> Tensor:
         return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64)
 
+    method = policy(policy_or_name)
+    contract.check_runs_live(method)
     instruments = [probe(p) for p in listed(probes, "probes")]
     if whole("max_new_tokens", max_new_tokens) < 0:
         raise KvlabError(f"max_new_tokens must not be negative, and is {max_new_tokens}")
     return Session(
         cast("PreTrainedModel", model),
-        policy(policy_or_name),
+        method,
         instruments,
         turns,
         None if tokenizer is None else encode,

@@ -56,12 +56,12 @@ def _own() -> list[type[Policy]]:
 
 
 def policies() -> list[str]:
-    """Names that `policy` takes.
+    """Names that `policy` takes, without those that see the response (`oracle_attention`).
 
     >>> "snapkv" in policies()
     True
     """
-    return list(registry())
+    return [name for name, cls in registry().items() if not cls.sees_response]
 
 
 def policy(name: str | Policy, **parameters) -> Policy:

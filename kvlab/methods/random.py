@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from kvlab.core.store import LayerStore
@@ -20,6 +21,7 @@ class Random(Scorer):
         budget: entries for each layer and KV head, or a fraction of the prompt.
         seed: of the draw.
         decode: at each decoding step one entry, drawn from all that are stored, leaves for each that came.
+        sinks: so many first tokens always stay, as most methods keep them.
     """
 
     name: ClassVar[str] = "random"
@@ -29,8 +31,13 @@ class Random(Scorer):
 
     seed: int = 0
     decode: bool = False
+    sinks: int = Field(0, ge=0)
 
     weighs: ClassVar[bool] = False
+
+    @property
+    def minimum(self) -> int:
+        return max(self.sinks, 1)
 
     def scores(self, prompt: Prompt) -> Tensor:
         def draw(layer: int) -> Tensor:
@@ -38,6 +45,10 @@ class Random(Scorer):
             return torch.rand(prompt.kv_heads, prompt.length, generator=generator, dtype=torch.float32)
 
         return torch.stack([draw(layer) for layer in prompt.layers]).to(prompt.keys.device)
+
+    def importance(self, prompt: Prompt, budget: int) -> Tensor:
+        first = torch.arange(prompt.length, device=prompt.keys.device) < self.sinks
+        return self.scores(prompt).masked_fill(first, torch.inf)
 
     @property
     def steps(self) -> bool:
@@ -51,4 +62,4 @@ class Random(Scorer):
     def _draw(self, layer: int, store: LayerStore) -> Tensor:
         """A slot of each head, `[kv_heads]`; anew for each layer and each number of tokens seen and stored."""
         generator = torch.Generator().manual_seed(hash((self.seed, layer, store.seen, store.length)) % 2**62)
-        return torch.randint(store.length, (store.positions.shape[1],), generator=generator)
+        return torch.randint(self.sinks, store.length, (store.positions.shape[1],), generator=generator)

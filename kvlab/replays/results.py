@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
@@ -10,12 +12,13 @@ from kvlab.core.storage import Storage
 from kvlab.errors import KvlabError
 from kvlab.lib import intervals
 from kvlab.methods import Policy
+from kvlab.replays.gaps import GAPS, gaps_closed
 from kvlab.replays.replay import Replay
 
 if TYPE_CHECKING:
     import pandas as pd
 
-FIRST = ("recall", "mass_lost", "output_error", "stored_bytes", "read_bytes")
+LOSSES, BYTES = ("recall", "mass_lost", "output_error"), ("stored_bytes", "read_bytes")
 
 
 class Replays(Sequence[Replay]):
@@ -56,6 +59,21 @@ class Replays(Sequence[Replay]):
         return chosen[0] if len({id(r.trace) for r in self.results}) == 1 else chosen
 
     @cached_property
+    def _gaps(self) -> list[dict[str, float]]:
+        """Of each replay the gaps that it closes, by the names of `GAPS`; none where a reference is missing."""
+        comparable: dict[tuple[int, Storage], list[int]] = defaultdict(list)
+        for index, result in enumerate(self.results):
+            comparable[id(result.trace), result.storage].append(index)
+        found: list[dict[str, float]] = [{} for _ in self.results]
+        for indices in comparable.values():
+            group = [self.results[index] for index in indices]
+            for name, loss in GAPS.items():
+                closed = gaps_closed([(each.policy, each.budget, float(getattr(each, loss).mean())) for each in group])
+                for index, value in zip(indices, closed, strict=True):
+                    found[index] |= {} if math.isnan(value) else {name: value}
+        return found
+
+    @cached_property
     def summary(self) -> pd.DataFrame:
         """One row for each policy, budget, storage and trace; it prints as many columns as fit into the terminal.
 
@@ -63,16 +81,22 @@ class Replays(Sequence[Replay]):
         stored_bytes, read_bytes, window_recall, step_recall, storage (right behind the entries where it is not the
         plain one everywhere), raised (to what the method needs), document, trace and signature. sink_share is there
         where a model has learnt sinks, and uncompressed_bytes where layers are left alone: what these held at the end.
+        Beside `random` and an oracle of the same budget, mass_gap_closed and error_gap_closed say how much of the way
+        from the one to the other a policy goes.
         """
         from kvlab.replays.summaries import Summary
 
         rows, plain = [], all(r.storage.exact for r in self.results)
-        for r in self.results:
+        gaps = dict.fromkeys((name for name in GAPS if any(name in each for each in self._gaps)), math.nan)
+        for r, closed in zip(self.results, self._gaps, strict=True):
             means, storage = r.summary, {"storage": str(r.storage)}
             first = (
                 {"entries": means.pop("entries")}
                 | ({} if plain else storage)
-                | {name: means.pop(name) for name in FIRST}
+                | {name: means.pop(name) for name in LOSSES}
+                | gaps
+                | closed
+                | {name: means.pop(name) for name in BYTES}
             )
             marks = storage | {"raised": r.raised}
             marks |= {
@@ -91,20 +115,21 @@ class Replays(Sequence[Replay]):
 
         `entries` is what the budget came to, on average where a fraction comes to more on a longer prompt. `value` is
         the mean over the traces (documents), `low` and `high` its 95 % interval; with one trace they are the
-        value itself.
+        value itself. The gaps of `summary` are among the measures where every trace has them.
         """
         import pandas as pd
 
-        by_policy: dict[tuple[Policy, Storage], list[Replay]] = {}
-        for result in self.results:
-            by_policy.setdefault((result.policy, result.storage), []).append(result)
+        by_policy: dict[tuple[Policy, Storage], list[int]] = defaultdict(list)
+        for index, result in enumerate(self.results):
+            by_policy[result.policy, result.storage].append(index)
         rows = []
-        for (policy, storage), results in by_policy.items():
-            summaries = [result.summary for result in results]
+        for (policy, storage), indices in by_policy.items():
+            results = [self.results[index] for index in indices]
+            summaries = [self.results[index].summary | self._gaps[index] for index in indices]
             entries = sum(result.entries for result in results) / len(results)
             budget = {"budget": policy.asked, "entries": int(entries) if entries.is_integer() else entries}
             marks = {"policy": policy.name} | budget | {"storage": str(storage), "parameters": str(policy)}
-            for measure in results[0].measures:
+            for measure in [*results[0].measures, *GAPS]:
                 if any(measure not in summary for summary in summaries):
                     continue
                 value, (low, high) = intervals.summarise([summary[measure] for summary in summaries])

@@ -124,17 +124,9 @@ def replay(
     forms = [stored_as(form) for form in ([storage] if one_form else listed(storage, "storages"))]
     single = one_form and not isinstance(trace, list | tuple) and isinstance(policies, Policy | str) and budgets is None
     traces = [opened(given) for given in (trace if isinstance(trace, list | tuple) else [trace])]
-    wanted = listed(policies)
-    if budgets is not None and (isinstance(budgets, str) or not isinstance(budgets, Iterable) or not list(budgets)):
-        raise KvlabError(f"budgets is a list of at least one, such as [128, 0.25], and not {budgets!r:.60}")
-    if not traces or not wanted or not forms:
+    objects = at_budgets(policies, budgets)
+    if not traces or not objects or not forms:
         raise KvlabError("a replay needs at least one trace, one policy and one storage")
-    objects: list[Policy] = []
-    for method in wanted:
-        if budgets is not None and has_budget(method):
-            objects.extend(policy(method, budget=budget) for budget in budgets)
-        else:
-            objects.append(policy(method))
     instruments = [probe(instrument) for instrument in listed(probes, "probes")]
     if single:
         return replay_one(traces[0], objects[0], instruments, forms[0], k)
@@ -148,3 +140,16 @@ def replay(
     return Replays(
         replay_one(t, p, instruments, form, k) for t, p, form in progress_bars.each(jobs, "replay", "policy", progress)
     )
+
+
+def at_budgets(policies: Policy | str | SeveralPolicies, budgets: Sequence[int | float] | None) -> list[Policy]:
+    """Policies from objects and names: those that have a budget at each of `budgets`, if there are some."""
+    if budgets is not None and (isinstance(budgets, str) or not isinstance(budgets, Iterable) or not list(budgets)):
+        raise KvlabError(f"budgets is a list of at least one, such as [128, 0.25], and not {budgets!r:.60}")
+    objects: list[Policy] = []
+    for method in listed(policies):
+        if budgets is not None and has_budget(method):
+            objects.extend(policy(method, budget=budget) for budget in budgets)
+        else:
+            objects.append(policy(method))
+    return objects

@@ -16,6 +16,8 @@ FORMATS: dict[str, Callable[[float], str]] = {
     "step_recall": SHARE,
     "mass_lost": SHARE,
     "output_error": SHARE,
+    "mass_gap_closed": SHARE,
+    "error_gap_closed": SHARE,
     "stored_bytes": BYTES,
     "read_bytes": BYTES,
     "sink_share": SHARE,

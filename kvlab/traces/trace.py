@@ -229,6 +229,7 @@ class Trace:
             rotations=self.rotations,
             pre_queries=None if pre is None else pre[:, :, :before],
             repeated=self.repeated,
+            response=self.response_queries if self.steps else None,
         )
 
     def named(self, name: str, head: int | None = None, step: int | None = None) -> Tensor:

@@ -65,10 +65,11 @@ def test_a_slack_forgives_a_little_more_size(points):
     assert equal_bytes.front([p[0] for p in points], [p[1] for p in points], slack=0.5) == [not b for b in beaten]
 
 
-def test_neither_the_full_cache_nor_the_oracle_stands_on_the_front():
+def test_neither_the_full_cache_nor_an_oracle_stands_on_the_front():
     curves = table(
         full={"a": [(100, 100, 0.0)]},
         exact_topk={"a": [(100, 10, 0.1)]},
+        oracle_attention={"a": [(9, 9, 0.05)]},
         larger={"a": [(120, 120, 0.1)]},
         other={"a": [(10, 10, 0.5), (10.2, 10.2, 0.4)]},
     )

@@ -7,10 +7,12 @@ import math
 import pandas
 import pytest
 import torch
+from support.oracles import gates
 from support.refusals import one_sentence
 from support.tensors import sets
 
 import kvlab
+from kvlab.attribution.oracle import oracle_attention
 from kvlab.errors import KvlabError
 from kvlab.live.fidelity import closed_against_open, fidelity
 from kvlab.methods import has_budget, policies
@@ -75,6 +77,41 @@ def test_several_documents_have_an_interval(tiny, ids):
     low, high = found.intervals()["kl"]
     assert low < found.summary["kl"] < high
     assert found.table["document"].nunique() == 3
+
+
+def test_several_policies_share_the_full_run_and_say_how_much_of_the_gap_they_close(tiny, ids):
+    lm, texts = gates.sharpened(tiny("tiny-llama-gqa")), [ids, ids[9:]]
+    found = fidelity(lm, ["random", "keydiff", "oracle_attention", "full"], texts, 8, budgets=[16])
+    for one in found[:2]:
+        pandas.testing.assert_frame_equal(one.table, fidelity(lm, one.policy, texts, 8).table)
+    # The oracle is what its function gives for the full model's own continuation, whose last token is never fed.
+    for index, text in enumerate(texts):
+        trace = kvlab.capture(lm, text, 7, pseudo=())
+        alone = fidelity(lm, oracle_attention(trace, 16), text, 8).table
+        row = found[2].table[index * len(alone) : (index + 1) * len(alone)]
+        assert row["value"].tolist() == alone["value"].tolist()
+    random, keydiff, oracle, full = found.summary.to_dict("records")
+    assert full["kl"] < oracle["kl"] < random["kl"]
+    for loss in ("kl", "nll"):
+        closed = (random[loss] - keydiff[loss]) / (random[loss] - oracle[loss])
+        assert keydiff[f"{loss}_gap_closed"] == pytest.approx(closed)
+        assert (random[f"{loss}_gap_closed"], oracle[f"{loss}_gap_closed"]) == (0, 1)
+        assert math.isnan(full[f"{loss}_gap_closed"])
+    assert found.table["policy"].unique().tolist() == ["random", "keydiff", "oracle_attention", "full"]
+    assert len(found.table) == 4 * 2 * 8 * 4 and found.table["budget"].nunique() == 1
+    assert "kl_gap_closed" not in fidelity(lm, ["random", "keydiff"], ids, 3, budgets=[16]).summary
+
+
+def test_an_oracle_by_name_runs_alone_and_with_a_given_response(tiny, ids):
+    lm, oracle = tiny("tiny-llama-gqa"), kvlab.policy("oracle_attention", budget=0.3)
+    given = [9, 8, 7, 6, 5]
+    trace = kvlab.capture(lm, ids, response=given[:-1], pseudo=())
+    expected = fidelity(lm, oracle_attention(trace, 18), ids, response=given).table
+    pandas.testing.assert_frame_equal(fidelity(lm, oracle, ids, response=given).table, expected)
+    with one_sentence("at least one policy"):
+        fidelity(lm, [], ids)
+    with one_sentence("budgets is a list"):
+        fidelity(lm, "snapkv", ids, budgets=64)
 
 
 @pytest.mark.parametrize("name", policies())

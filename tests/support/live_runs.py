@@ -47,13 +47,14 @@ SMALL = {
 }
 ONE_TURN = ("adakv", "compilerkv", "expected_attention", "keyformer", "kvzip", "triattention")
 """Those that cannot compress a later turn again."""
+SEES_RESPONSE = {"oracle_attention": dict(budget=12)}
 WITHOUT_BUDGET = {"full": {}, "think": dict(window=8)}
 EVERYTHING = {name: dict(parameters, budget=2000) for name, parameters in SMALL.items()} | {"full": {}}
 
 
 def small(name):
     """The policy at a budget at which it acts."""
-    return kvlab.policy(name, **(SMALL | WITHOUT_BUDGET)[name])
+    return kvlab.policy(name, **(SMALL | SEES_RESPONSE | WITHOUT_BUDGET)[name])
 
 
 def everything(name):

@@ -34,8 +34,8 @@ QUALITY = ("recall", "window_recall", "step_recall", "mass_lost", "output_error"
 BETTER_LOW = ("mass_lost", "output_error")
 SIDES = {"stored": "stored_bytes", "read": "read_bytes"}
 VERBS = {"stored": "stores", "read": "reads"}
-ORACLE = "exact_topk"
-"""An oracle is on no front: it has to score every key to find the few that it reads."""
+ORACLE, LIMIT = "exact_topk", "oracle_attention"
+"""Oracles, which are on no front: one has to score every key to find the few that it reads, one sees the response."""
 
 TOP = 0.1
 """The top that recalls ask for, as a share of the prompt: one for all policies and budgets."""
@@ -268,7 +268,7 @@ def front(size: Sequence[float], loss: Sequence[float], slack: float = 0.0) -> l
 def points(table: pd.DataFrame, side: str, quality: str, slack: float = 0.05) -> pd.DataFrame:
     """The curves to draw: policy, budget, bytes, value, low, high (over documents), front (see `front` for `slack`).
 
-    The front is that of methods that can be run, without the oracle of selection. The full cache beats points that are
+    The front is that of methods that can be run, without oracles. The full cache beats points that are
     larger than itself, but is not marked: every curve ends in it.
     """
     rows = []
@@ -285,7 +285,7 @@ def points(table: pd.DataFrame, side: str, quality: str, slack: float = 0.05) ->
             }
         )
     curves = pd.DataFrame(rows)
-    compared = curves["policy"] != ORACLE
+    compared = ~curves["policy"].isin([ORACLE, LIMIT])
     curves["front"] = False
     curves.loc[compared, "front"] = front(curves.loc[compared, "bytes"], curves.loc[compared, "value"], slack)
     curves.loc[curves["policy"] == "full", "front"] = False

@@ -87,6 +87,15 @@ def check_budget(policy: Checked, counts: Sequence[int], budgets: Sequence[int])
         )
 
 
+def check_runs_live(policy: Checked) -> None:
+    """Raise KvlabError for a policy that sees the response: a live run has not written it yet."""
+    if policy.needs.response:
+        raise KvlabError(
+            f"{_name(policy)} sees the response, which a live run has not written yet; replay it on a trace "
+            "(kvlab.replay), or run the sets of kvlab.attribution.oracle.oracle_attention(trace, budget)"
+        )
+
+
 def warned_of_raised(policies: Iterable[Checked], prompt_length: int) -> bool:
     """Warn once where policies at one fraction of a prompt come to different entries, since some need more; whether it
     did.

@@ -38,6 +38,7 @@ class Needs:
         rotation: how each layer turns queries and keys by their positions (`Prompt.rotation`).
         pre_queries: the queries of the whole prompt before RoPE (`Prompt.pre_queries`).
         repetitions: scores of passes in which the model repeats its prompt (`Prompt.repeated`).
+        response: the queries of the response (`Prompt.response`), which only a replay knows.
         surveys: whether it must see all layers before it compresses any.
         chooses: whether it chooses what stays of a prompt longer than its budget.
         rewrites: whether the entries that it leaves are others than the model made.
@@ -54,6 +55,7 @@ class Needs:
     rotation: bool = False
     pre_queries: bool = False
     repetitions: tuple[Repetition, ...] = ()
+    response: bool = False
     surveys: bool = False
     chooses: bool = False
     rewrites: bool = False

@@ -81,6 +81,8 @@ class Policy(Parameters, metaclass=Declaring):
     """
     by_position: ClassVar[bool] = False
     """Whether it keeps tokens by where they stand alone, so that its scores say nothing of what they hold."""
+    sees_response: ClassVar[bool] = False
+    """Whether it looks at the response (`Prompt.response`): a reference, which `policies` leaves out."""
     weighs: ClassVar[bool] = True
     """Whether `step` looks at the attention weights; without them a live run can use a fused kernel."""
     takes_ragged: ClassVar[bool] = False
@@ -173,6 +175,7 @@ class Policy(Parameters, metaclass=Declaring):
             accumulated=self.accumulates,
             perplexity=self.reads_perplexity,
             pseudo=None if key is None else PseudoTokens(key, self.pseudo_tokens),
+            response=self.sees_response,
             **does,
         )
 

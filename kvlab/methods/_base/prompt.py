@@ -45,6 +45,7 @@ class Prompt:
         rotations: how each row's layer turns queries and keys; None of one that turns in a way unknown to kvlab.
         pre_queries: `[rows, heads, n, head_dim]`, of the last n prompt positions, before RoPE.
         repeated: `[rows, kv_heads, length]`, scores of passes that repeat the prompt, by the key of each repetition.
+        response: `[rows, heads, steps, head_dim]`, post-RoPE queries of the response; None where there is none yet.
         shared: what `share` keeps, where the same prompt is shown to others too.
         positions: original ones of the slots, `[rows, kv_heads, length]`; 0 .. length - 1 unless given.
         seen: tokens of the sequence so far, the same in all layers; more than `length` if `lossy`.
@@ -75,6 +76,7 @@ class Prompt:
         rotations: Sequence[Rotation | None] | None = None,
         pre_queries: Tensor | None = None,
         repeated: Mapping[str, Tensor] | None = None,
+        response: Tensor | None = None,
         shared: dict[tuple, Tensor] | None = None,
         positions: Tensor | None = None,
         seen: int | None = None,
@@ -85,7 +87,7 @@ class Prompt:
         self.layers, self.n_layers = layers, n_layers
         self._pseudo, self._accumulated, self._perplexity = pseudo, accumulated, perplexity
         self._projections, self._rotations, self._pre_queries = projections, rotations, pre_queries
-        self._repeated = repeated or {}
+        self._repeated, self._response = repeated or {}, response
         self.max_new_tokens, self.scaling = max_new_tokens, Softmax.of(scaling).scaling
         self.plan: Tensor | None = None
         every = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
@@ -258,11 +260,23 @@ class Prompt:
             )
         return self._repeated[repetition.key]
 
+    def response(self, policy: Asks) -> Tensor:
+        """Queries of the whole response after RoPE, `[rows, heads, steps, head_dim]`, for references that see it."""
+        asks = self._policy is None or self._policy.needs.response
+        self._declared(asks, "the response", "sees_response = True")
+        if self._response is None:
+            raise KvlabError(
+                f"{policy.name} sees the response, and there is none here: replay it on a trace that was captured with "
+                "new_tokens=32"
+            )
+        return self._response
+
     def check_inputs(self, policy: Asks) -> None:
-        """Raise KvlabError where something is missing that `policy` needs of the model."""
+        """Raise KvlabError where something is missing that `policy` needs of the model or of the response."""
         needs = policy.needs
-        wanted = needs.projection, needs.rotation, needs.pre_queries
-        for asked, look in zip(wanted, (self.projection, self.rotation, self.pre_queries), strict=True):
+        wanted = needs.projection, needs.rotation, needs.pre_queries, needs.response
+        looks = self.projection, self.rotation, self.pre_queries, self.response
+        for asked, look in zip(wanted, looks, strict=True):
             if asked:
                 look(policy)
         for repetition in needs.repetitions:

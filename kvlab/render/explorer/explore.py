@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, overload
 
 from kvlab.attribution.results import Attribution
 from kvlab.errors import KvlabError, whole
-from kvlab.methods import Policy, policies, unknown
+from kvlab.methods import Policy, registry, unknown
 from kvlab.render.explorer import choices
 from kvlab.render.explorer.effects import Picture
 from kvlab.render.explorer.explorer import Explorer
@@ -76,7 +76,7 @@ def explore(
     if not trace.steps:
         raise KvlabError("there is no query to look at: this trace has no response; capture it with new_tokens=32")
     for choice in (left, right):
-        if isinstance(choice, str) and choice not in policies():
+        if isinstance(choice, str) and choice not in registry():
             raise KvlabError(unknown(choice))
     if choices.label(left) == choices.label(right) and choices.budget_of(left, trace) != choices.budget_of(
         right, trace

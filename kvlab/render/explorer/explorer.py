@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib import extras, progress_bars
-from kvlab.methods import Policy, policies
+from kvlab.methods import Policy, policies, registry
 from kvlab.render.explorer import choices, query_html, token_html
 from kvlab.render.explorer.html_medium import LIVE, RED, SHEET
 from kvlab.render.explorer.query_view import Look, Spot
@@ -83,9 +83,11 @@ class Explorer:
         self._panel = None
         # Other notebooks may be open in the same page, so a number alone is not unique.
         self._mark = f"kvlab-{zlib.crc32(f'{trace.signature} {self.chosen}'.encode()):x}-{next(_numbers)}"
-        own = [name for name in self._own if name not in policies()]
+        own, offered = [name for name in self._own if name not in registry()], policies()
         self.names = own + [
-            name for name in policies() if name in self.chosen or choices.fits(trace, name, self.budgets[0])
+            name
+            for name in registry()
+            if name in self.chosen or (name in offered and choices.fits(trace, name, self.budgets[0]))
         ]
 
     # ------------------------------------------------------------------ what is shown

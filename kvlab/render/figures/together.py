@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 from matplotlib.lines import Line2D
 from matplotlib.transforms import blended_transform_factory
 
@@ -26,7 +27,6 @@ from kvlab.render.figures.many_policies import (
 )
 
 if TYPE_CHECKING:
-    import pandas
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from pandas.io.formats.style import Styler
@@ -42,19 +42,25 @@ MEASURES = {
     "window_recall": "window recall",
 }
 LABELS = {"output_error": "relative error of the attention output", "mass_lost": "attention mass lost"}
+LIMIT = {"color": INK, "linewidth": 1.6, "linestyle": ":"}
+LIMIT_LABEL = f"limit: {equal_bytes.LIMIT}, a reference that sees the response"
 TITLES = {"output_error": "Who is nearest to the full cache?", "mass_lost": "Who misses least of the attention?"}
 
 
-def pareto(measured: pandas.DataFrame, side: str) -> Figure:
+def pareto(measured: pd.DataFrame, side: str, limit: pd.DataFrame | None = None) -> Figure:
     """Error against bytes: a curve for each policy, its name beside its last point, the Pareto front ringed and named.
 
     Both axes are logarithmic, so the full cache, which loses nothing, is drawn as a line at its bytes.
 
-    measured: from `equal_bytes.measure`; side: "read" or "stored" bytes.
+    measured: from `equal_bytes.measure`; side: "read" or "stored" bytes; limit: as `measured`, of the oracle, which is
+    drawn as a dotted line.
     """
     figure, ax = plt.subplots(figsize=(10.2, 6.6))
-    points = equal_bytes.points(measured, side, "output_error")
-    full, drawn = points.query("policy == 'full'"), points.query("policy != 'full' and value > 0")
+    every = measured if limit is None else pd.concat([measured, limit])
+    points = equal_bytes.points(every, side, "output_error")
+    full, lossy = points.query("policy == 'full'"), points.query("policy != 'full' and value > 0")
+    drawn, oracle = lossy.query("policy != @equal_bytes.LIMIT"), lossy.query("policy == @equal_bytes.LIMIT")
+    oracle = oracle.sort_values("bytes")
     on_front = set(drawn.query("front")["policy"])
     for name, part in drawn.groupby("policy", sort=False):
         highlighted = name in on_front
@@ -91,9 +97,11 @@ def pareto(measured: pandas.DataFrame, side: str) -> Figure:
             fontsize=9,
             color=FAINT,
         )
+    if len(oracle):
+        ax.plot(oracle["bytes"] / 2**20, oracle["value"], zorder=4, **LIMIT)
     _mebibyte_ticks(ax)
-    _names_at_the_side(ax, drawn)
-    _families(ax, drawn["policy"])
+    _names_at_the_side(ax, pd.concat([drawn, oracle]))
+    _families(ax, drawn["policy"], limited=len(oracle) > 0)
     return figure
 
 
@@ -108,7 +116,7 @@ def _mebibyte_ticks(ax: Axes) -> None:
     ax.set_yticks(*plain_ticks(*ax.get_ylim()))
 
 
-def _names_at_the_side(ax: Axes, drawn: pandas.DataFrame) -> None:
+def _names_at_the_side(ax: Axes, drawn: pd.DataFrame) -> None:
     """Each policy's name to the right of the axes, joined to its last point by a thin line."""
     last = drawn.sort_values("budget").groupby("policy", sort=False).tail(1)
     front = set(drawn.query("front")["policy"])
@@ -134,7 +142,7 @@ def _names_at_the_side(ax: Axes, drawn: pandas.DataFrame) -> None:
         )
 
 
-def _families(ax: Axes, policies: Iterable[str]) -> None:
+def _families(ax: Axes, policies: Iterable[str], limited: bool) -> None:
     colours = {equal_bytes.family(name): theme.family_colour(name) for name in policies}
     handles = [
         Line2D([], [], color=colours[label], linewidth=2.5, label=label)
@@ -143,15 +151,22 @@ def _families(ax: Axes, policies: Iterable[str]) -> None:
     ]
     ring = {"marker": "o", "markersize": 8, "markerfacecolor": "none"}
     handles.append(Line2D([], [], label="Pareto front (bold names)", **FRONT, **ring))
+    handles += [Line2D([], [], label=LIMIT_LABEL, **LIMIT)] if limited else []
     ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.11), ncols=2, fontsize=9.5)
 
 
-def at_equal_bytes(measured: pandas.DataFrame, shares: Mapping[str, float], measure: str = "output_error") -> Figure:
+def at_equal_bytes(
+    measured: pd.DataFrame,
+    shares: Mapping[str, float],
+    measure: str = "output_error",
+    limit: pd.DataFrame | None = None,
+) -> Figure:
     """A panel for each kind of bytes: the policies' dots at equal bytes, the best at the top.
 
     A policy that does not reach these bytes is listed below the others, with a dash and the reason.
 
-    measured: from `equal_bytes.measure`; shares: shares of the full cache, for "stored" and "read".
+    measured: from `equal_bytes.measure`; shares: shares of the full cache, for "stored" and "read"; limit: as
+    `measured`, of the oracle, which is drawn as a dotted line.
     """
     full = measured["full_bytes"].to_numpy().mean() / 2**20
     tables = {
@@ -163,7 +178,7 @@ def at_equal_bytes(measured: pandas.DataFrame, shares: Mapping[str, float], meas
     count = max(len(table) for table in tables.values())
     size = 6.6 * len(tables), 0.8 + 0.29 * count
     figure, grid = plt.subplots(1, len(tables), figsize=size, squeeze=False, sharex=True)
-    for ax, (heading, table) in zip(grid.flat, tables.items(), strict=True):
+    for ax, (heading, table), (side, share) in zip(grid.flat, tables.items(), shares.items(), strict=True):
         rows = table.to_dict("records")
         for y, row in enumerate(rows):
             if row["reason"]:
@@ -174,6 +189,10 @@ def at_equal_bytes(measured: pandas.DataFrame, shares: Mapping[str, float], meas
                 dot(ax, y, row[measure], interval, colour(row["policy"]), "{:.3f}")
         policies = [row["policy"] for row in rows]
         named_rows(ax, policies, [colour(name) for name in policies], count=count)
+        if limit is not None:
+            # Without a line where the oracle was not measured at these bytes.
+            for value in equal_bytes.summary(equal_bytes.at_equal(limit, side, share), by=measure)[measure].dropna():
+                ax.axvline(value, zorder=1, **LIMIT)
         ax.set_xscale("log")
         ax.margins(x=0.16)
         ax.set_xlabel(LABELS[measure])
@@ -182,13 +201,13 @@ def at_equal_bytes(measured: pandas.DataFrame, shares: Mapping[str, float], meas
     grid.flat[0].set_xticks(*plain_ticks(low, high))
     grid.flat[0].minorticks_off()
     figure.suptitle(TITLES[measure], x=0.01, ha="left", fontweight="bold", fontsize=12.5)
+    if limit is not None:
+        figure.legend(handles=[Line2D([], [], label=LIMIT_LABEL, **LIMIT)], loc="upper right", fontsize=9.5)
     return figure
 
 
-def measures_table(table: pandas.DataFrame, *, caption: str) -> Styler:
+def measures_table(table: pd.DataFrame, *, caption: str) -> Styler:
     """`equal_bytes.summary` as a table to read: means with intervals over documents, the best in bold."""
-    import pandas as pd
-
     rows = table.to_dict("records")
     shown = pd.DataFrame({"policy": table["policy"]})
     shown["rank"] = [_with_interval(row, "rank", "{:.1f}") for row in rows]

@@ -40,6 +40,28 @@ def test_the_full_cache_is_a_line_at_its_bytes():
     assert many_policies.colour("snapkv") in {line.get_color() for line in ax.lines}
 
 
+LIMIT = table(oracle_attention={"a": [(10, 10, 0.3), (40, 40, 0.1)], "b": [(10, 10, 0.5), (40, 40, 0.3)]})
+
+
+def test_the_limit_is_a_dotted_line_that_says_that_it_sees_the_response():
+    plain = draw.pareto(FEW, "read").axes[0]
+    (ax,) = draw.pareto(FEW, "read", LIMIT).axes
+    dotted = [line for line in ax.lines if line.get_linestyle() == ":"]
+    assert len(ax.lines) == len(plain.lines) + 1 and len(dotted) == 1
+    assert dotted[0].get_xydata().ravel() == pytest.approx([10, 0.4, 40, 0.2])
+    assert "oracle_attention" in drawing.texts(ax)
+    assert "sees the response" in ax.get_legend().get_texts()[-1].get_text()
+    assert ax.collections[0].get_offsets().tolist() == plain.collections[0].get_offsets().tolist()
+
+
+def test_the_limit_at_equal_bytes_stands_where_the_oracle_was_measured():
+    figure = draw.at_equal_bytes(FEW, {"stored": 0.2, "read": 0.05}, limit=LIMIT)
+    left, right = ([line for line in ax.lines if line.get_linestyle() == ":"] for ax in figure.axes)
+    # 20 lies half way between 10 and 40 on a logarithmic axis; 5 is below the oracle's least.
+    assert not right and left[0].get_xdata() == pytest.approx([0.3, 0.3])
+    assert "sees the response" in figure.legends[0].get_texts()[0].get_text()
+
+
 def test_rows_at_equal_bytes_stand_best_first_or_say_why_not():
     figure = draw.at_equal_bytes(FEW, SHARES)
     left, right = figure.axes
