@@ -65,6 +65,8 @@ def with_shipped(lm: LM, policy: Policy) -> Policy:
     tables, duoattention its head scores. All others as they are.
     """
     if isinstance(policy, CompilerKV) and policy.tables is None and policy.tables_in_use.neutral:
+        if policy.variant == "published":  # the authors' weights, where they fit
+            return policy
         return policy.replace(tables=tables(lm))
     if isinstance(policy, DuoAttention) and policy.heads is None:
         return policy.replace(heads=head_scores(lm))
