@@ -6,12 +6,14 @@ import csv
 import itertools
 from importlib.resources import files
 
+import numpy as np
 import pandas
 import pytest
 
 from kvlab import papers
 from kvlab.analyses.compilerkv import printed as compilerkv_printed
 from kvlab.analyses.compilerkv import quality, variants
+from kvlab.methods._base.lookup import DecisionTables
 
 
 def printed():
@@ -125,6 +127,71 @@ def test_checks_on_a_table_worked_by_hand():
     assert metrics["printed/recovered/m"] == metrics["printed/recovered/mean"] == 14 / 20
     assert metrics["printed/gain/H2O/table1"] == pytest.approx(14 / 13 - 1)
     assert compilerkv_printed.retained(tidy)["H2O"] == 13 / 20
+
+
+def test_the_appendix_has_its_own_gap_and_lead():
+    rows = pandas.DataFrame(
+        [
+            {"model": model, "method": method, "task": task, "score": float(score)}
+            for model, method, scores in (
+                ("m", "FullKV", (10, 30, 20)),
+                ("m", "DynamicKV", (9, 20, 14.5)),
+                ("m", "CompilerKV", (11, 21, 16.25)),
+                ("n", "FullKV", (10, 10, 10)),
+                ("n", "DynamicKV", (5, 6, 5.5)),
+                ("n", "CompilerKV", (6, 6, 6)),
+            )
+            for task, score in zip(("a", "b", "average"), scores, strict=True)
+        ]
+    )
+    metrics = compilerkv_printed.checks(printed()[0], rows).metrics
+    assert metrics["printed/appendix/average_gap"] == 0.25 and metrics["printed/appendix/smallest_lead"] == 0.5
+    metrics = compilerkv_printed.checks(rows, printed()[1]).metrics
+    assert metrics["printed/recovered/most"] == 0.8 and metrics["printed/recovered/least"] == 0.6
+
+
+def test_published_scores_beside_printed_ones_by_hand():
+    rows = pandas.DataFrame(
+        [
+            {"model": model, "method": method, "task": task, "score": float(score)}
+            for model, scores in (("m", (10, 20, 15)), ("n", (1, 1, 1)))
+            for method, by in (("FullKV", 2), ("CompilerKV", 1))
+            for task, score in zip(("a", "b", "average"), (by * score for score in scores), strict=True)
+        ]
+    )
+    theirs = pandas.DataFrame({"model": ["m", "m"], "task": ["b", "a"], "score": [24.0, 10.0]})
+    found = compilerkv_printed.published_results(theirs, rows)
+    assert found.metrics == {
+        "published/average_gap": 2.0,
+        "published/score_gap": 4.0,
+        "published/same_scores": 0.5,
+    }
+    assert found.table.to_dict("records") == [{"model": "m", "published": 17.0, "printed": 15.0, "whole": 30.0}]
+
+
+def test_the_published_results_are_of_all_tasks_of_table_1():
+    theirs = papers.figure("compilerkv", "published_results")
+    tasks = set(printed()[0]["task"]) - {"average"}
+    assert all(set(rows["task"]) == tasks and len(rows) == 16 for _, rows in theirs.groupby("model"))
+    assert set(theirs["model"]) < set(printed()[0]["model"])
+
+
+def test_published_tables_by_hand():
+    """Layer i has the weight i + 1 but for one head; thresholds rise with entropy in layer 0 alone."""
+    weights = np.repeat(np.arange(1.0, 33)[:, None], 2, 1)
+    weights[31, 1] = 0.5
+    slopes = np.where(np.arange(32) == 0, 0.01, -0.02)
+    risk = np.full((32, 4, 2), 0.5) + slopes[:, None, None] * np.arange(4)[None, :, None]
+    risk[:, :, 1] -= np.where(np.arange(32) < 8, -0.1, 0.1)[:, None]
+    tables = DecisionTables(heads=weights.tolist(), risk=risk.tolist(), entropy=(2.0, 10.0))
+    found = compilerkv_printed.published_tables(tables).metrics
+    rest = [*range(1, 13), *range(22, 32), (32 + 0.5) / 2]
+    assert found["published/middle_less_rest"] == pytest.approx(17 - np.mean(rest))
+    assert found["published/smallest_weight"] == pytest.approx(0.5 / weights.mean())
+    assert found["published/entropy_slope"] == pytest.approx((0.01 - 31 * 0.02) / 32 / 2), "bins are two nats wide"
+    assert found["published/falls_with_entropy"] == pytest.approx(31 / 32)
+    assert found["published/high_less_low_perplexity"] == pytest.approx((8 * 0.1 - 24 * 0.1) / 32)
+    assert found["published/falls_with_perplexity"] == 0.75
 
 
 def test_points_lost_by_hand_and_as_the_text_rounds_them():
