@@ -137,14 +137,14 @@ def _curves(ax: Axes, curves: pandas.DataFrame, ylabel: str, title: str) -> None
 def _paper_at(ax: Axes, entries: float) -> None:
     """The paper's averages over the full cache's, three of them named."""
     retained = _printed_by_method(printed.retained(_scores()))
-    for name, side in {"filled": -1, "h2o": -1, "streamingllm": 1}.items():
+    for name in ("filled", "h2o", "streamingllm"):
         ax.annotate(
             quality.LABELS[name],
             (entries, retained[name]),
-            xytext=(7 * side, 0),
+            xytext=(7, 0),
             textcoords="offset points",
             fontsize=8,
-            ha="left" if side > 0 else "right",
+            ha="left",
             va="center",
             color=AXIS,
         )
