@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,7 @@ def per_head_tables(lm: LM, files: str | Sequence[str] = AUTO) -> dict[int, Deci
     """CompilerKV's tables that were learnt one head at a time, by the budget that each was learnt for.
 
     Args:
-        files: what `kvlab compile --alone` wrote, one for each budget; for "auto" those that come with kvlab for this
+        files: what `kvlab compile` wrote, one for each budget; for "auto" those that come with kvlab for this
             model; an empty text or list stands for none.
 
     Raises:
@@ -51,13 +52,21 @@ def per_head_tables(lm: LM, files: str | Sequence[str] = AUTO) -> dict[int, Deci
         learnt = DecisionTables.load(file)
         about = learnt.model_extra or {}
         if about.get("learnt") != "alone" or not isinstance(about.get("budget"), int) or learnt.heads is None:
-            raise KvlabError(
-                f"{file} holds no weights learnt one head at a time; `kvlab compile --alone` makes such files"
-            )
+            raise KvlabError(f"{file} holds no weights learnt one head at a time; `kvlab compile` makes such files")
         if about["budget"] in by_budget:
             raise KvlabError(f"two files of weights for {about['budget']} entries; give one for each budget")
         by_budget[about["budget"]] = learnt
     return by_budget
+
+
+def nearest(per_head: Mapping[int, DecisionTables], entries: float) -> DecisionTables | None:
+    """The weights that were learnt for the budget whose ratio to `entries` is nearest to 1, without thresholds, which
+    filled sets do not need; None where none were learnt.
+    """
+    if not per_head:
+        return None
+    at = min(per_head, key=lambda budget: (abs(math.log(budget / entries)), budget))
+    return DecisionTables(model=per_head[at].model, heads=per_head[at].heads, risk=None)
 
 
 def with_shipped(lm: LM, policy: Policy) -> Policy:
@@ -65,6 +74,8 @@ def with_shipped(lm: LM, policy: Policy) -> Policy:
     tables, duoattention its head scores. All others as they are.
     """
     if isinstance(policy, CompilerKV) and policy.tables is None and policy.tables_in_use.neutral:
+        if policy.variant == "published":  # the authors' weights, where they fit
+            return policy
         return policy.replace(tables=tables(lm))
     if isinstance(policy, DuoAttention) and policy.heads is None:
         return policy.replace(heads=head_scores(lm))

@@ -1,27 +1,26 @@
-"""CompilerKV's tables, learnt offline: trials on calibration texts, a log of them, conservative Q-learning.
+"""CompilerKV's weights of heads, learnt offline: one head at a time on calibration prompts.
 
-`learn` does it all; `kvlab compile` is its command. `measure` tries one head and one threshold at a time instead, on
-captured prompts, and `tables` makes a table for each budget of it (`kvlab compile --alone`).
+`measure` tries every weight of every head alone on captured prompts, and `tables` makes a table of it for each budget;
+`kvlab compile` is their command.
 """
 
-from kvlab.compile.compiler import Learnt, learn, mapped, write
-from kvlab.compile.contexts import DOCUMENTS, HELD_APART
-from kvlab.compile.evidence import tables
-from kvlab.compile.log import Samples, load
-from kvlab.compile.marginal import MarginalSettings, measure
-from kvlab.compile.settings import Settings
+from typing import Any
 
-__all__ = [
-    "DOCUMENTS",
-    "HELD_APART",
-    "Learnt",
-    "MarginalSettings",
-    "Samples",
-    "Settings",
-    "learn",
-    "load",
-    "mapped",
-    "measure",
-    "tables",
-    "write",
-]
+from kvlab.compile.contexts import DOCUMENTS, HELD_APART
+from kvlab.compile.evidence import mapped, tables, write
+from kvlab.compile.marginal import MarginalSettings, measure
+from kvlab.errors import KvlabError
+
+__all__ = ["DOCUMENTS", "HELD_APART", "MarginalSettings", "mapped", "measure", "tables", "write"]
+
+ENDED = ("Learnt", "Samples", "Settings", "learn", "load")
+"""Names of joint trials, which kvlab no longer makes."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in ENDED:
+        raise KvlabError(
+            f"kvlab.compile.{name} was of joint trials, which have ended; kvlab.compile.measure and tables learn one "
+            "head at a time"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,9 @@
-"""From what actions do alone to tables: an action other than the neutral one only where its gain is clear."""
+"""From what weights do alone to tables: a weight other than 1 only where its gain is clear."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,11 +11,13 @@ from scipy import stats
 
 from kvlab.compile.marginal import ActionEffects, MarginalSettings, Measured
 from kvlab.core.geometry import geometry
-from kvlab.errors import KvlabError
+from kvlab.lib.files import replacing
 from kvlab.methods._base.lookup import DecisionTables
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from kvlab.inputs.models import LM
 
 
 def chosen(gains: NDArray[np.floating], rest: int, level: float) -> NDArray[np.integer]:
@@ -45,67 +49,17 @@ def p_of_gains(gains: NDArray[np.floating]) -> NDArray[np.floating]:
 
 def head_weights(found: ActionEffects, settings: MarginalSettings, layers: int) -> NDArray[np.floating]:
     """The weight of each KV head, `[layers, kv_heads]`."""
-    best = chosen(-found.heads, settings.at_rest("heads"), settings.level)
+    best = chosen(-found.heads, settings.neutral, settings.level)
     return np.array(settings.weights)[best].reshape(layers, -1)
 
 
-def edges(values: NDArray[np.floating], bins: int) -> list[float]:
-    """Where values are cut into `bins` parts of equally many."""
-    return [float(cut) for cut in np.quantile(values, np.arange(1, bins) / bins)]
-
-
-def cells_of(found: ActionEffects, settings: MarginalSettings) -> tuple[NDArray[np.integer], list[float], list[float]]:
-    """The cell of risk of each context, entropy bin x perplexity bins + perplexity bin, and the edges of both."""
-    of_entropy, of_perplexity = edges(found.entropy, settings.bins[0]), edges(found.perplexity, settings.bins[1])
-    rows, columns = np.searchsorted(of_entropy, found.entropy), np.searchsorted(of_perplexity, found.perplexity)
-    return rows * settings.bins[1] + columns, of_entropy, of_perplexity
-
-
-def threshold_gains(found: ActionEffects, budget: int, penalty: float, rest: int) -> NDArray[np.floating]:
-    """Reward of each threshold less that of the neutral one, `[contexts, layers, thresholds]` (eq. 2 and 14).
-
-    A threshold only turns tokens away, so that it never gains attention: without a penalty none has a gain.
-    """
-    rewards = -found.risk - penalty * np.abs(found.retained - budget) / budget
-    return rewards - rewards[:, :, rest : rest + 1]
-
-
-def risk_table(
-    found: ActionEffects, settings: MarginalSettings, budget: int
-) -> tuple[NDArray[np.floating], NDArray[np.integer]]:
-    """The thresholds `[layers, entropy bins, perplexity bins]`, and how many contexts fell into each cell.
-
-    A cell with fewer contexts than `support` takes the thresholds of the nearest one that has them, in bins.
-    """
-    cell, _, _ = cells_of(found, settings)
-    rest, (rows, columns) = settings.at_rest("risk"), settings.bins
-    gains = threshold_gains(found, budget, settings.penalty, rest)
-    counts = np.bincount(cell, minlength=rows * columns)
-    known = np.flatnonzero(counts >= settings.support)
-    if not len(known):
-        raise KvlabError(
-            f"no cell of risk has {settings.support} contexts; learn from more prompts, or with fewer bins"
-        )
-    cells = np.stack(np.divmod(np.arange(rows * columns), columns), 1)
-    table = np.zeros((found.risk.shape[1], rows * columns))
-    for where in known:
-        best = chosen(gains[cell == where], rest, settings.level)
-        table[:, where] = np.array(settings.thresholds)[best]
-    for where in np.setdiff1d(np.arange(rows * columns), known):
-        nearest = known[np.abs(cells[known] - cells[where]).sum(1).argmin()]
-        table[:, where] = table[:, nearest]
-    return table.reshape(-1, rows, columns), counts.reshape(rows, columns)
-
-
 def tables(measured: Measured, budget: int) -> DecisionTables:
-    """Both tables for one budget."""
+    """The weights of heads for one budget; there are no thresholds."""
     from kvlab import __version__
 
     lm, settings, found = measured.lm, measured.settings, measured.effects(budget)
-    layers, shape = found.risk.shape[1], geometry(lm.model.config)
-    weights = head_weights(found, settings, layers)
-    risk, counts = risk_table(found, settings, budget)
-    _, of_entropy, of_perplexity = cells_of(found, settings)
+    shape = geometry(lm.model.config)
+    weights = head_weights(found, settings, found.heads.shape[1] // shape.kv_heads)
     about = {
         "format": "kvlab-compilerkv-1",
         "sha256": lm.sha256,
@@ -117,27 +71,40 @@ def tables(measured: Measured, budget: int) -> DecisionTables:
         "settings": settings.model_dump(mode="json"),
         "documents": [_source(name) for name in measured.documents],
         "contexts": len(found.names),
-        "visited": np.where(counts >= settings.support, counts, 0).tolist(),
     }
-    return DecisionTables(
-        model=lm.name,
-        heads=np.repeat(weights, shape.group, 1).tolist(),
-        risk=risk.tolist(),
-        entropy=_range(found.entropy),
-        perplexity=_range(found.perplexity),
-        entropy_edges=of_entropy,
-        perplexity_edges=of_perplexity,
-        **about,
-    )
-
-
-def _range(values: NDArray[np.floating]) -> tuple[float, float]:
-    """From the least to the largest; a little wider where they are one."""
-    low, high = float(values.min()), float(values.max())
-    return (low, high) if low < high else (low * 0.99, high * 1.01)
+    return DecisionTables(model=lm.name, heads=np.repeat(weights, shape.group, 1).tolist(), risk=None, **about)
 
 
 def _source(signature: str) -> str:
     """The document of a window, `sotu/1867@sha` of `sotu/1867[0:900]@sha`."""
     name, _, sha = signature.rpartition("@")
     return f"{name.partition('[')[0]}@{sha}"
+
+
+def mapped(tables: DecisionTables, lm: LM) -> DecisionTables:
+    """Tables learnt on one model, mapped to another by relative depth; they note where they were learnt."""
+    shape = geometry(lm.model.config)
+    sha = str(getattr(tables, "sha256", ""))
+    about = {
+        "model": lm.name,
+        "sha256": lm.sha256,
+        "mapped_from": f"{tables.model}@{sha[:8]}".rstrip("@"),
+        "kv_heads": shape.kv_heads,
+        "dtype": str(lm.dtype).removeprefix("torch."),
+    }
+    return tables.mapped(len(lm.layout.compressed), shape.heads).model_copy(update=about)
+
+
+def write(tables: DecisionTables, path: str | Path) -> Path:
+    """Write the JSON file, a line for each layer; under its name only once it is whole."""
+    fields = tables.model_dump(mode="json")
+    lines = []
+    for name, value in fields.items():
+        if name in ("heads", "risk") and value is not None:
+            rows = ",\n".join(f"  {json.dumps(layer)}" for layer in value)
+            lines.append(f" {json.dumps(name)}: [\n{rows}\n ]")
+        else:
+            lines.append(f" {json.dumps(name)}: {json.dumps(value)}")
+    with replacing(path) as temporary:
+        temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    return Path(path)

@@ -1,16 +1,14 @@
-"""One KV head, or one threshold, at a time: what each does to its own layer, measured on captured prompts.
+"""One KV head at a time: what a weight does to its own layer, measured on captured prompts.
 
-Section 4.3 credits a head with its marginal contribution, "applying an action while holding others constant". Joint
-trials find it as a small difference of likelihoods among the changes of all heads at once. But attention is averaged
-over the model before any weight (eq. 6), so that a layer's set depends on that layer's weights and threshold alone, and
-what a change does to it can be told without the others: on a trace, by the attention of the response that the layer
-loses. This needs one run of the model for each prompt, and the prompts may have the format and length of those that the
-tables are for.
+Section 4.3 credits a head with its marginal contribution, "applying an action while holding others constant".
+Attention is averaged over the model before any weight (eq. 6). So a layer's set depends on that layer's weights alone,
+and a trace shows what a change does to it: the attention of the response that the layer loses. This needs one run of
+the model for each prompt, and the prompts may have the format and length of those that the tables are for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
@@ -23,24 +21,25 @@ from torch import Tensor
 from kvlab.compile import log
 from kvlab.compile.contexts import checked
 from kvlab.compile.log import Journal
-from kvlab.compile.settings import Actions
-from kvlab.compile.trials import with_thresholds
 from kvlab.core import attention
 from kvlab.core.store import EMPTY
 from kvlab.errors import KvlabError
 from kvlab.inputs.corpus import Document
+from kvlab.lib.parameters import Parameters
 from kvlab.methods import Prompt
 from kvlab.methods._base.lookup import DecisionTables
 from kvlab.methods.compilerkv import CompilerKV
 from kvlab.traces.run import capture
 
 if TYPE_CHECKING:
-    from kvlab.compile.compiler import Advance
     from kvlab.inputs.models import LM
     from kvlab.traces.trace import Trace
 
 
-class MarginalSettings(Actions):
+Advance = Callable[[str, int, int], None]
+
+
+class MarginalSettings(Parameters):
     """What is tried alone, and how tables follow from it.
 
     Attributes:
@@ -48,12 +47,8 @@ class MarginalSettings(Actions):
         lengths: tokens of the prompts, taken in turn.
         new_tokens: greedy tokens whose attention makes the reward.
         weights: actions on a head; holds the neutral 1.
-        thresholds: actions on a layer's threshold, relative to its largest score; holds the neutral 0.
-        penalty: lambda, the share of attention that a deviation from the budget by one whole budget costs (eq. 14).
-        bins: of entropy and of perplexity, with equally many contexts in each.
-        level: an action other than the neutral one is taken where its gain is clear: at this false discovery rate
-            among all states and actions of a table (Benjamini and Hochberg).
-        support: contexts that a cell of risk needs to have thresholds of its own; others take the nearest such cell's.
+        level: a weight other than 1 is taken where its gain is clear: at this false discovery rate among all heads and
+            weights of a table (Benjamini and Hochberg).
         window, utility_window, kernel: the policy's.
         seed: for the places of prompts in their documents.
     """
@@ -64,15 +59,17 @@ class MarginalSettings(Actions):
     lengths: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1)] = (1200, 2000)
     new_tokens: Annotated[int, Field(ge=1)] = 32
     weights: tuple[Annotated[FiniteFloat, Field(ge=0)], ...] = (0.25, 0.5, 1.0, 2.0)
-    thresholds: tuple[Annotated[FiniteFloat, Field(ge=0, le=1)], ...] = (0.0, 0.0025, 0.005, 0.01, 0.02)
-    penalty: Annotated[FiniteFloat, Field(ge=0)] = 0.01
-    bins: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = (3, 2)
     level: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    support: Annotated[int, Field(ge=2)] = 3
     window: Annotated[int, Field(ge=1)] = 64
     utility_window: Annotated[int, Field(ge=1)] = 32
     kernel: Annotated[int, Field(ge=1)] = 1
     seed: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _acts(self) -> Self:
+        if 1.0 not in self.weights or len(set(self.weights)) != len(self.weights) or len(self.weights) < 2:
+            raise ValueError("weights must be at least two different ones, the neutral 1 among them")
+        return self
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -82,54 +79,34 @@ class MarginalSettings(Actions):
             )
         return self
 
+    @property
+    def neutral(self) -> int:
+        """Index of the weight 1."""
+        return self.weights.index(1.0)
+
     def policy(self, budget: int) -> CompilerKV:
         """The policy without tables."""
         return CompilerKV(budget=budget, window=self.window, utility_window=self.utility_window, kernel=self.kernel)
 
 
-class Planner(CompilerKV):
-    """CompilerKV that asks for the perplexity, too, while it has no thresholds, and plans without a word of them."""
-
-    name: ClassVar[str] = "planner"
-
-    @property
-    def reads_perplexity(self) -> int:
-        return self.window
-
-    def plan(self, surveys: Tensor, prompt: Prompt) -> Tensor:
-        return surveys.mean(0).expand_as(surveys)
-
-    def planned(self, prompt: Prompt) -> Prompt:
-        """The prompt with its plan; it must hold all layers of the model."""
-        return prompt.with_plan(self.plan(self.survey(prompt)[:, None], prompt)[:, 0])
-
-
 @dataclass(frozen=True)
 class ActionEffects:
-    """What every action alone does in every context, at one budget.
+    """What every weight alone does in every context, at one budget.
 
     Attributes:
         heads: `[contexts, layers x kv_heads, weights]`, the share of the response's attention that the head's layer
             loses, less that with all weights neutral.
-        risk: `[contexts, layers, thresholds]`, likewise for the layer's threshold.
-        retained: int `[contexts, layers, thresholds]`, candidates that reach it.
-        names, entropy, perplexity: of the contexts.
+        names: of the contexts.
     """
 
     heads: np.ndarray
-    risk: np.ndarray
-    retained: np.ndarray
     names: list[str]
-    entropy: np.ndarray
-    perplexity: np.ndarray
 
     @classmethod
     def of(cls, lines: Sequence[dict[str, Any]], budget: int) -> ActionEffects:
         """From the journal's lines."""
-        parts = [line["budgets"][str(budget)] for line in lines]
-        heads, risk, retained = (np.array([part[name] for part in parts]) for name in ("heads", "risk", "retained"))
-        entropy, perplexity = (np.array([line[name] for line in lines]) for name in ("entropy", "perplexity"))
-        return cls(heads, risk, retained, [line["context"] for line in lines], entropy, perplexity)
+        heads = np.array([line["budgets"][str(budget)]["heads"] for line in lines])
+        return cls(heads, [line["context"] for line in lines])
 
 
 def attended(trace: Trace) -> Tensor:
@@ -147,7 +124,7 @@ def attended(trace: Trace) -> Tensor:
 
 @torch.inference_mode()
 def action_losses(trace: Trace, settings: MarginalSettings) -> dict[str, Any]:
-    """Every action alone on one trace: entropy, perplexity, and by budget what `ActionEffects` holds of a context.
+    """Every weight alone on one trace: by budget what `ActionEffects` holds of a context.
 
     Raises:
         KvlabError: a budget that the whole prompt fits.
@@ -157,11 +134,12 @@ def action_losses(trace: Trace, settings: MarginalSettings) -> dict[str, Any]:
             f"a prompt of {trace.prompt_length} tokens fits a budget of {max(settings.budgets)}: nothing is turned "
             "away, and nothing can be learnt"
         )
-    planner = Planner(**{name: getattr(settings, name) for name in ("window", "utility_window", "kernel")}, budget=1)
-    planned, shares = planner.planned(trace.prompt), attended(trace)
-    entropy, perplexity = (float(value[0]) for value in planner.risk(planned))
-    budgets = {str(budget): _at_budget(planned, shares, settings, budget) for budget in settings.budgets}
-    return {"entropy": round(entropy, 6), "perplexity": round(perplexity, 6), "budgets": budgets}
+    prompt, shares = trace.prompt, attended(trace)
+    free = settings.policy(1)
+    # The mean over layers (eq. 6); `plan` would warn of the missing tables.
+    surveys = free.survey(prompt)
+    planned = prompt.with_plan(surveys.mean(0).expand_as(surveys))
+    return {"budgets": {str(budget): _at_budget(planned, shares, settings, budget) for budget in settings.budgets}}
 
 
 def _at_budget(planned: Prompt, shares: Tensor, settings: MarginalSettings, budget: int) -> dict[str, Any]:
@@ -177,25 +155,11 @@ def _at_budget(planned: Prompt, shares: Tensor, settings: MarginalSettings, budg
     heads = torch.zeros(layers, kv_heads, len(settings.weights), dtype=torch.float64)
     for head in range(kv_heads):
         for action, weight in enumerate(settings.weights):
-            if action != settings.at_rest("heads"):
+            if action != settings.neutral:
                 row = [weight if index == head else 1.0 for index in range(kv_heads)]
                 tables = DecisionTables(heads=[[w for w in row for _ in range(group)]] * layers, risk=None)
                 heads[:, head, action] = lost(neutral.using(tables)) - base
-    risk, retained = [], []
-    for threshold in settings.thresholds:
-        gated = with_thresholds(neutral, [threshold] * layers)
-        # The perplexity decides nothing where every cell has the same threshold.
-        risk.append(lost(gated) - base)
-        retained.append(gated.candidates(planned).cpu())
-    return {
-        "heads": _rounded(heads.flatten(0, 1)),
-        "risk": _rounded(torch.stack(risk, -1)),
-        "retained": torch.stack(retained, -1).tolist(),
-    }
-
-
-def _rounded(losses: Tensor) -> list[Any]:
-    return losses.double().numpy().round(7).tolist()
+    return {"heads": heads.flatten(0, 1).numpy().round(7).tolist()}
 
 
 @dataclass(frozen=True)
@@ -212,7 +176,7 @@ class Measured:
     documents: list[str]
 
     def effects(self, budget: int) -> ActionEffects:
-        """What every action did, at one of the budgets."""
+        """What every weight did, at one of the budgets."""
         if budget not in self.settings.budgets:
             raise KvlabError(
                 f"nothing was tried at {budget} entries, only at {', '.join(map(str, self.settings.budgets))}"
@@ -227,7 +191,7 @@ def measure(
     journal: str | Path | None = None,
     advance: Advance = lambda *_: None,
 ) -> Measured:
-    """Try every action alone on every prompt.
+    """Try every weight of every head alone on every prompt.
 
     Args:
         prompts: in the format and of the length of those that the tables are for, each named like the document that it
@@ -241,7 +205,7 @@ def measure(
     """
     lm.require_tokenizer("nothing can be learnt from texts")
     checked(prompts)
-    names = ("budgets", "new_tokens", "weights", "thresholds", "window", "utility_window", "kernel")
+    names = ("budgets", "new_tokens", "weights", "window", "utility_window", "kernel")
     about = [lm.sha256, str(lm.dtype), lm.device.type, [getattr(settings, name) for name in names]]
     lines = []
     with Journal.open(journal) as kept:

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
@@ -12,9 +13,13 @@ from torch import Tensor
 from kvlab.core import attention, ranking
 from kvlab.errors import KvlabError
 from kvlab.lib.references import PAPERS, Paper
-from kvlab.methods._base.lookup import DecisionTables
+from kvlab.methods._base.lookup import PUBLISHED_TABLES, DecisionTables
 from kvlab.methods._base.policy import Budget, Kernel, Policy
 from kvlab.methods._base.prompt import Prompt
+from kvlab.methods.dynamickv import budgets_by_top_scores
+
+REACH = 10
+"""Largest budget of a layer in the authors' runs, as a multiple of the mean."""
 
 OTHER_MODEL = "learn the tables on this model, or map these by depth (kvlab compile --from FILE --model MODEL)"
 
@@ -31,15 +36,18 @@ class CompilerKV(Policy):
     by its heads; nothing is forced. Every generated token is kept besides. All layers are seen before any is
     compressed. Cost: SnapKV's, and the norms of all values.
 
-    Choices where the paper is silent: the norm is the Euclidean one; a query head's value is that of its KV head. The
-    authors' runs differ: scores are average-pooled (`kernel=7`) and sets are filled up to the budget (`pad="budget"`),
-    which leaves the thresholds without effect. With SnapKV's kept window besides (`recent=32`) it differs from SnapKV
-    in its utility alone. What a threshold's scores are relative to is lost from the text at hand: appendix B.1 says
-    that they concentrate around one number, which those relative to the mean do (`scale="mean"`), and the published
-    code divides by the largest.
+    Choices where the paper is silent: the norm is the Euclidean one; a query head's value is that of its KV head. What
+    a threshold's scores are relative to is lost from the text at hand: appendix B.1 says that they concentrate around
+    one number, which those relative to the mean do (`scale="mean"`), and the published code divides by the largest.
+
+    The authors' runs differ from the paper (`variant="published"`). Each layer has its own attention, summed over the
+    window, average-pooled and weighted for each query head. The mean over the heads selects one set for each layer. The
+    window stays, and there are no norms and no thresholds. Layers share the budget as DynamicKV's do, by the pooled
+    scores of all query heads. The authors' weights are used on models of 32 layers with 32 query heads; on others heads
+    weigh the same, and a warning says so. Their code shares out after every fourth layer; here it is done once.
 
     Parameters:
-        budget: entries for each layer and KV head.
+        budget: entries for each layer and KV head; their mean over layers with `variant="published"`.
         window: last prompt tokens whose attention and perplexity tell the risk (64).
         utility_window: last prompt tokens whose attention makes the utility (32).
         kernel: width of the average pooling of scores, odd (1: none).
@@ -47,6 +55,8 @@ class CompilerKV(Policy):
         norms: "relative" weighs attention with the relative norm of the value (eq. 7); "none" leaves it as it is.
         scale: what a threshold's scores are relative to: the "largest" or the "mean" of the layer's.
         pad: "none" keeps the candidates alone; "budget" fills up to the budget with the best of the others.
+        variant: "paper", or "published" for the method of the authors' code, which sets `kernel=7`, `norms="none"`,
+            `pad="budget"`, and `utility_window` and `recent` to `window`.
         tables: JSON file of both tables, as `kvlab compile` writes it, or the name of a model whose tables come with
             kvlab; without tables all heads weigh 1 and every token passes, and a warning says so.
     """
@@ -65,9 +75,23 @@ class CompilerKV(Policy):
     norms: Literal["relative", "none"] = "relative"
     scale: Literal["largest", "mean"] = "largest"
     pad: Literal["none", "budget"] = "none"
+    variant: Literal["paper", "published"] = "paper"
     tables: Annotated[str, BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x)] | None = None
 
     _tables: DecisionTables = PrivateAttr(DecisionTables(heads=None, risk=None))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_published(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        fields = cls.model_fields
+        if given.get("variant", fields["variant"].default) != "published":
+            return given
+        window = given.get("window", fields["window"].default)
+        runs = {"utility_window": window, "kernel": 7, "recent": window, "norms": "none", "pad": "budget"}
+        for name, value in runs.items():
+            if given.get(name, value) not in (value, fields[name].default):
+                raise ValueError(f"{name}={given[name]!r} is not of variant='published', which has {name}={value!r}")
+        return {**given, **runs}
 
     @model_validator(mode="after")
     def _windows(self) -> Self:
@@ -89,6 +113,11 @@ class CompilerKV(Policy):
 
     def replace(self, **changes: Any) -> Self:
         """The same with other values; tables from memory stay, unless others are given."""
+        if self.variant == "published" and changes.keys() & {"variant", "window"}:
+            # What follows from the variant and its window follows anew.
+            fields = type(self).model_fields
+            follow = ("utility_window", "kernel", "recent", "norms", "pad")
+            changes = {name: fields[name].default for name in follow} | changes
         policy = super().replace(**changes)
         if policy.tables is None and "tables" not in changes:
             policy._tables = self._tables
@@ -121,17 +150,31 @@ class CompilerKV(Policy):
         return self.window if self.gates else 0
 
     def survey(self, prompt: Prompt) -> Tensor:
-        """Attention of the utility window and of the whole window, averaged over heads, `[rows, 2, length]`."""
+        """Attention of the utility window and of the whole window, averaged over heads, `[rows, 2, length]`; of the
+        authors' code, the pooled and weighted scores of all query heads, `[rows, heads, older]`.
+        """
         if prompt.lossy:
             raise KvlabError(
-                "compilerkv averages attention over layers by position, but an earlier turn left different positions "
-                "in each layer; store later turns whole (turns='leave')"
+                "compilerkv compares layers by position, but an earlier turn left different positions in each layer; "
+                "store later turns whole (turns='leave')"
             )
+        if self.variant == "published":
+            return self._by_head(prompt)
         risk, utility = (prompt.window_sums(n).mean(1) for n in (self.window, self.utility_window))
         return torch.stack([utility, risk], 1)
 
     def plan(self, surveys: Tensor, prompt: Prompt) -> Tensor:
-        """The surveys averaged over layers, `[n_layers, batch, 2, length]` (eq. 6 and 11)."""
+        """The surveys averaged over layers, `[n_layers, batch, 2, length]` (eq. 6 and 11); of the authors' code,
+        budgets `[n_layers, batch]`.
+        """
+        if self.variant == "published":
+            if self._weights_for(prompt) is None:
+                warnings.warn(
+                    "compilerkv runs with neutral tables: the authors' weights are for 32 layers of 32 query heads, "
+                    f"and this model has {prompt.n_layers} of {prompt.heads}; pass tables= for weights of your own",
+                    stacklevel=2,
+                )
+            return budgets_by_top_scores(surveys, self.entries(prompt.length), self.window, REACH)
         if self.tables is None and self._tables.neutral:
             warnings.warn(
                 "compilerkv runs with neutral tables: all heads weigh the same and no token is turned away; pass "
@@ -141,11 +184,15 @@ class CompilerKV(Policy):
         return surveys.mean(0).expand_as(surveys)
 
     def scores(self, prompt: Prompt) -> Tensor:
-        """Weighted utility of each layer's tokens before pooling, the same for all KV heads (eq. 10)."""
+        """Weighted utility of each layer's tokens before pooling, the same for all KV heads (eq. 10); of the authors'
+        code, the weighted mean of the heads' attention.
+        """
         return self._weighted(prompt)[:, None].expand(-1, prompt.kv_heads, -1)
 
     def _weighted(self, prompt: Prompt) -> Tensor:
         """`[rows, length]`."""
+        if self.variant == "published":
+            return self._weighted_heads(prompt).mean(1)
         norms = self._norms(prompt)
         weights = self._head_weights(prompt)
         # The heads of a group share their utility, so the largest weight decides among them.
@@ -153,6 +200,16 @@ class CompilerKV(Policy):
         # A prompt within the budget has no plan, and its scores decide nothing.
         attended = 1 if prompt.plan is None else prompt.plan[:, 0]
         return best.amax(1) * attended
+
+    def _weighted_heads(self, prompt: Prompt) -> Tensor:
+        """Attention of the window times each query head's weight, `[rows, heads, length]`."""
+        attended, weights = prompt.window_sums(self.window), self._head_weights(prompt)
+        return attended if weights is None else attended * weights[..., None]
+
+    def _by_head(self, prompt: Prompt) -> Tensor:
+        """Its pooled scores of the tokens older than the window, `[rows, heads, older]`."""
+        older = self._weighted_heads(prompt)[..., : prompt.length - self.window]
+        return F.avg_pool1d(older, self.kernel, stride=1, padding=self.kernel // 2)
 
     def _norms(self, prompt: Prompt) -> Tensor:
         """What attention to a token is weighed with in each KV head, `[rows, kv_heads, length]`."""
@@ -162,7 +219,7 @@ class CompilerKV(Policy):
 
     def _head_weights(self, prompt: Prompt) -> Tensor | None:
         """Weights of the query heads, `[rows, heads]`."""
-        table, heads = self._tables.heads, prompt.heads
+        table, heads = self._weights_for(prompt), prompt.heads
         if table is None:
             return None
         if (len(table), len(table[0])) != (prompt.n_layers, heads):
@@ -171,6 +228,14 @@ class CompilerKV(Policy):
                 f"model has {prompt.n_layers} of {heads}; {OTHER_MODEL}"
             )
         return torch.tensor([table[layer] for layer in prompt.layers], dtype=torch.float32, device=prompt.keys.device)
+
+    def _weights_for(self, prompt: Prompt) -> list[list[float]] | None:
+        """The head table: that of `tables`, else the authors' where their code is asked for and the shape is theirs."""
+        if self._tables.heads is not None or self.variant == "paper":
+            return self._tables.heads
+        theirs = DecisionTables.load(PUBLISHED_TABLES).heads
+        assert theirs is not None, "the published file has weights"
+        return theirs if (len(theirs), len(theirs[0])) == (prompt.n_layers, prompt.heads) else None
 
     def risk(self, prompt: Prompt) -> tuple[Tensor, Tensor]:
         """Entropy of the mean attention in nats (eq. 12) and perplexity (eq. 13) of a planned prompt, `[rows]` each."""
@@ -213,6 +278,9 @@ class CompilerKV(Policy):
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         scores = self._pooled(prompt)
+        if self.variant == "published":
+            assert prompt.plan is not None, "its layers share a budget, which is planned first"
+            return ranking.top_positions(scores, prompt.plan)[:, None].expand(-1, prompt.kv_heads, -1)
         kept = self._candidates(scores, prompt).clamp_max(budget) if self.gates else budget
         return ranking.top_positions(scores, kept)[:, None].expand(-1, prompt.kv_heads, -1)
 

@@ -46,15 +46,21 @@ class DynamicKV(SnapKV):
 
     def plan(self, surveys: Tensor, prompt: Prompt) -> Tensor:
         """Budgets `[n_layers, batch]` from scores `[n_layers, batch, sets, older]`."""
-        budget = self.entries(prompt.length)
-        n_layers, _, sets, older = surveys.shape
-        spare = budget - self.window
-        everywhere = surveys.transpose(0, 1).flatten(1)
-        best = ranking.top_positions(everywhere, n_layers * sets * spare)
-        counts = torch.stack([torch.bincount(row // (sets * older), minlength=n_layers) for row in best])
-        ceiling = min(older, int(self.reach * budget) - self.window)
-        return self.window + share_out(counts, n_layers * spare, ceiling).T
+        return budgets_by_top_scores(surveys, self.entries(prompt.length), self.window, self.reach)
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         assert prompt.plan is not None, "its layers share a budget, which is planned first"
         return self.window_and_best(prompt, prompt.plan)
+
+
+def budgets_by_top_scores(scores: Tensor, budget: int, window: int, reach: int | float) -> Tensor:
+    """Budgets `[n_layers, batch]` by how many of the top scores `[n_layers, batch, sets, older]` fall in each layer.
+
+    Each budget holds the window. Their mean is `budget`, and none is larger than `reach` times that.
+    """
+    n_layers, _, sets, older = scores.shape
+    spare = budget - window
+    best = ranking.top_positions(scores.transpose(0, 1).flatten(1), n_layers * sets * spare)
+    counts = torch.stack([torch.bincount(row // (sets * older), minlength=n_layers) for row in best])
+    ceiling = min(older, int(reach * budget) - window)
+    return window + share_out(counts, n_layers * spare, ceiling).T

@@ -1,89 +1,62 @@
-"""CompilerKV's tables from marginal contributions: signal, penalty and held-out gains on small traces."""
+"""CompilerKV's weights from marginal contributions: the signal in trials, and held-out gains on small traces."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from support.claims import unmeasured
-from support.compilerkv import HEADS, KV_HEADS, LAYERS, TRACES, kept
+from support.compilerkv import HEADS, KV_HEADS, LAYERS, TRACES
 
-from kvlab.analyses.compilerkv import marginal, penalty
+from kvlab.analyses.compilerkv import marginal, printed, quality
 from kvlab.compile.marginal import ActionEffects, MarginalSettings
 from kvlab.errors import KvlabError
 from kvlab.inputs.corpus import Document
 from kvlab.methods import policy
-from kvlab.methods._base.lookup import DecisionTables
+from kvlab.methods._base.lookup import PUBLISHED_TABLES, DecisionTables
 
-SETTINGS = MarginalSettings(budgets=(64, 128), lengths=(200, 300), thresholds=(0.0, 0.3, 0.6), bins=(2, 1), support=2)
+SETTINGS = MarginalSettings(budgets=(64, 128), lengths=(200, 300))
 
 
-def made(contexts=12, gain=0.0, by_risk=0.0, seed=0):
-    """Changes of heads with a gain of one action, and costs of thresholds that rise with entropy."""
-    rng = np.random.default_rng(seed)
-    heads = rng.normal(0, 0.01, (contexts, 6, 4))
+def made(contexts=12, gain=0.0, seed=0):
+    """Changes of heads with a gain of one action."""
+    heads = np.random.default_rng(seed).normal(0, 0.01, (contexts, 6, 4))
     heads[:, 0, 3] -= gain
     heads[:, :, 2] = 0
-    entropy = np.linspace(3, 5, contexts)
-    risk = np.abs(rng.normal(0.02, 0.005, (contexts, 2, 3))) + by_risk * (entropy > 4)[:, None, None]
-    risk[:, :, 0] = 0
-    retained = np.broadcast_to([200, 130, 60], risk.shape)
-    names = [f"c{number}" for number in range(contexts)]
-    return ActionEffects(heads, risk, retained, names, entropy, rng.uniform(5, 20, contexts))
+    return ActionEffects(heads, [f"c{number}" for number in range(contexts)])
 
 
-def test_gains_and_risks_are_seen_and_noise_is_not():
-    found = marginal.signal(made(gain=0.05, by_risk=0.05), SETTINGS, 199).metrics
-    assert found["signal/alone_heads/p"] < 0.02 and found["signal/alone_risk/p"] < 0.02
+def test_gains_are_seen_and_noise_is_not():
+    assert marginal.signal(made(gain=0.05), SETTINGS, 199).metrics["signal/alone_heads/p"] < 0.02
     noise = [marginal.signal(made(seed=seed), SETTINGS, 99).metrics for seed in range(40)]
-    for question in ("heads", "risk"):
-        assert sum(one[f"signal/alone_{question}/p"] <= 0.1 for one in noise) <= 10
+    assert sum(one["signal/alone_heads/p"] <= 0.1 for one in noise) <= 10
 
 
-def test_what_cannot_be_asked_has_no_row():
-    few = made(contexts=2)
-    assert "signal/alone_risk/p" not in marginal.signal(few, SETTINGS, 9).metrics
+def test_what_cannot_be_asked_has_no_number():
     still = made()
-    still.heads[:], still.risk[:] = 0, 0
+    still.heads[:] = 0
     assert not marginal.signal(still, SETTINGS, 9).metrics
-
-
-def test_thresholds_follow_the_penalty():
-    found = penalty.effect({"alone": penalty.one_at_a_time(made(by_risk=0.05), SETTINGS, 64)}, [0, 0.01, 0.1]).metrics
-    assert found["penalty/alone/threshold/0"] == 0 and found["penalty/alone/neutral/0"] == 1
-    assert found["penalty/alone/threshold/0.1"] > 0.5 > found["penalty/alone/neutral/0.1"]
+    assert not marginal.signal(made(contexts=1), SETTINGS, 9).metrics
 
 
 def tables(budget):
-    rng = np.random.default_rng(budget)
-    return DecisionTables(
-        heads=np.repeat(rng.uniform(0.3, 2, (LAYERS, KV_HEADS)), HEADS // KV_HEADS, 1).tolist(),
-        risk=rng.uniform(0.35, 0.5, (LAYERS, 2, 1)).tolist(),
-        entropy_edges=[5.0],
-        perplexity_edges=[],
-        documents=["elsewhere@123"],
-        visited=[[2], [3]],
-    )
+    weights = np.random.default_rng(budget).uniform(0.3, 2, (LAYERS, KV_HEADS))
+    heads = np.repeat(weights, HEADS // KV_HEADS, 1).tolist()
+    return DecisionTables(heads=heads, risk=[[[0.5]]] * LAYERS, documents=["elsewhere@123"])
 
 
 def test_held_out_gains_are_those_of_replays():
+    """Without thresholds, whatever the tables have."""
     learnt = {budget: tables(budget) for budget in (400, 500)}
     found = marginal.held_out(TRACES, learnt)
-    rows = found.table.query("document == 'document 2'").groupby("method")["kept"].mean()
-    assert rows["neutral/400"] == pytest.approx(
-        found.table.query("method == 'neutral/400' and document == 'document 2'")["kept"].mean()
-    )
-    means = found.table.groupby("method")["kept"].mean()
-    assert found.metrics["alone/gain/heads/400"] == pytest.approx(means["heads/400"] - means["neutral/400"])
-    gate = means["gated/500"] - means["ungated gated/500"]
-    assert found.metrics["alone/gain/gate/500"] == pytest.approx(gate)
-    static = means["static/500"] - means["ungated static/500"]
-    assert found.metrics["alone/gain/risk/500"] == pytest.approx(gate - static)
-    stored = found.table.groupby("method")["stored"].mean()
-    assert stored["ungated gated/400"] == round(stored["gated/400"]) < 400 == stored["heads/400"]
-    weights = DecisionTables(heads=learnt[400].heads, risk=None)
-    again = policy("compilerkv", budget=round(stored["gated/400"])).using(weights)
-    assert len(kept(TRACES[0], again)[0][0]) == stored["ungated gated/400"]
-    assert found.metrics["alone/cells"] in (1, 2)
+    for budget, of_budget in learnt.items():
+        base = policy("compilerkv", budget=budget)
+        lost = [
+            [quality.replayed(trace, each).summary["mass_lost"] for trace in TRACES]
+            for each in (base, base.using(DecisionTables(heads=of_budget.heads, risk=None)))
+        ]
+        gain = np.mean(lost[0]) - np.mean(lost[1])
+        assert found.metrics[f"alone/gain/heads/{budget}"] == pytest.approx(gain, abs=1e-6)
+        assert found.metrics[f"alone/kept/neutral/{budget}"] == pytest.approx(1 - np.mean(lost[0]), abs=1e-6)
     assert found.metrics["alone/changed/400"] == 1 and "over equal ones" in marginal.in_words(found)
 
 
@@ -105,7 +78,6 @@ def test_prompts_take_turns_and_keep_their_lengths(lm):
 
 
 def test_every_claim_s_metric_is_measured():
+    published = printed.published_tables(DecisionTables.load(PUBLISHED_TABLES))
     found = marginal.held_out(TRACES, {128: tables(128)})
-    effect = penalty.effect({"alone": penalty.one_at_a_time(made(), SETTINGS, 64)})
-    missing = unmeasured("compilerkv_tables", found, effect, marginal.signal(made(), SETTINGS, 9))
-    assert not {name for name in missing if "marginal" in name or "penalty" in name}
+    assert not unmeasured("compilerkv_tables", found, published, marginal.signal(made(), SETTINGS, 9))

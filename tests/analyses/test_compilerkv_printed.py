@@ -6,12 +6,14 @@ import csv
 import itertools
 from importlib.resources import files
 
+import numpy as np
 import pandas
 import pytest
 
 from kvlab import papers
 from kvlab.analyses.compilerkv import printed as compilerkv_printed
-from kvlab.analyses.compilerkv import quality, variants
+from kvlab.analyses.compilerkv import quality
+from kvlab.methods._base.lookup import DecisionTables
 
 
 def printed():
@@ -69,19 +71,15 @@ def test_table_2_starts_from_table_1():
     whole = papers.figure("compilerkv", "table2").set_index("setting").loc["full"]
     averages = compilerkv_printed.wide(printed()[0])["average"]
     assert whole.to_dict() == averages.xs("CompilerKV", level="method").to_dict()
-    assert set(papers.figure("compilerkv", "table2")["setting"]) == {"full", *variants.ABLATIONS}
+    settings = {"full", "no_head_table", "static_threshold", "raw_attention"}
+    assert set(papers.figure("compilerkv", "table2")["setting"]) == settings
 
 
 def test_paper_values_of_claims_are_those_of_the_tables():
     gains = compilerkv_printed.gains(printed()[0])
     lost = compilerkv_printed.parts(papers.figure("compilerkv", "table2"))
     claims = {claim.id.split(".", 1)[1]: claim for claim in papers.claims(paper="compilerkv")}
-    kinds = {
-        "over": "gain/kept",
-        "filled_over": "gain_filled/kept",
-        "recall_over": "gain/recall",
-        "filled_recall_over": "gain_filled/recall",
-    }
+    kinds = {"filled_over": "gain_filled/kept", "filled_recall_over": "gain_filled/recall"}
     for rival, (kind, metric) in itertools.product(quality.RIVALS, kinds.items()):
         claim = claims[f"table1.{kind}_{rival}"]
         assert claim.metric == f"{metric}/{rival}"
@@ -93,14 +91,18 @@ def test_paper_values_of_claims_are_those_of_the_tables():
         claim = claims[f"table1.{kind}_{rival}"]
         assert claim.metric == f"gain_twin/{measure}/{rival}" and claim.size.kind == "not_compared"
         assert claim.paper_value == pytest.approx(gains[quality.LABELS[rival]], abs=5e-5)
-    named = {"head_table": "no_head_table", "risk_gating": "static_threshold", "stabilised_utility": "raw_attention"}
-    for (name, part), (kind, measure) in itertools.product(named.items(), {"": "kept", "recall_": "recall"}.items()):
-        claim = claims[f"table2.{kind}{name}"]
-        assert claim.metric == f"ablation/{measure}/{part}"
-        if name == "stabilised_utility":
-            assert claim.kind == "question" and claims["table2.error_stabilised_utility"].kind == "finding"
+    named = {
+        "head_table": ("kept", "no_head_table", "finding"),
+        "risk_gating": ("kept", "static_threshold", "finding"),
+        "error_stabilised_utility": ("error", "raw_attention", "finding"),
+        "stabilised_utility": ("kept", "raw_attention", "question"),
+        "recall_stabilised_utility": ("recall", "raw_attention", "question"),
+    }
+    for name, (measure, part, kind) in named.items():
+        claim = claims[f"table2.{name}"]
+        assert (claim.metric, claim.kind) == (f"ablation/{measure}/{part}", kind)
         assert claim.paper_value == pytest.approx(lost[part], abs=5e-5)
-        assert claim.size.kind == "not_compared"
+        assert claim.size.kind == "not_compared" and bool(claim.untested) == (part != "raw_attention")
 
 
 def test_checks_on_a_table_worked_by_hand():
@@ -125,6 +127,71 @@ def test_checks_on_a_table_worked_by_hand():
     assert metrics["printed/recovered/m"] == metrics["printed/recovered/mean"] == 14 / 20
     assert metrics["printed/gain/H2O/table1"] == pytest.approx(14 / 13 - 1)
     assert compilerkv_printed.retained(tidy)["H2O"] == 13 / 20
+
+
+def test_the_appendix_has_its_own_gap_and_lead():
+    rows = pandas.DataFrame(
+        [
+            {"model": model, "method": method, "task": task, "score": float(score)}
+            for model, method, scores in (
+                ("m", "FullKV", (10, 30, 20)),
+                ("m", "DynamicKV", (9, 20, 14.5)),
+                ("m", "CompilerKV", (11, 21, 16.25)),
+                ("n", "FullKV", (10, 10, 10)),
+                ("n", "DynamicKV", (5, 6, 5.5)),
+                ("n", "CompilerKV", (6, 6, 6)),
+            )
+            for task, score in zip(("a", "b", "average"), scores, strict=True)
+        ]
+    )
+    metrics = compilerkv_printed.checks(printed()[0], rows).metrics
+    assert metrics["printed/appendix/average_gap"] == 0.25 and metrics["printed/appendix/smallest_lead"] == 0.5
+    metrics = compilerkv_printed.checks(rows, printed()[1]).metrics
+    assert metrics["printed/recovered/most"] == 0.8 and metrics["printed/recovered/least"] == 0.6
+
+
+def test_published_scores_beside_printed_ones_by_hand():
+    rows = pandas.DataFrame(
+        [
+            {"model": model, "method": method, "task": task, "score": float(score)}
+            for model, scores in (("m", (10, 20, 15)), ("n", (1, 1, 1)))
+            for method, by in (("FullKV", 2), ("CompilerKV", 1))
+            for task, score in zip(("a", "b", "average"), (by * score for score in scores), strict=True)
+        ]
+    )
+    theirs = pandas.DataFrame({"model": ["m", "m"], "task": ["b", "a"], "score": [24.0, 10.0]})
+    found = compilerkv_printed.published_results(theirs, rows)
+    assert found.metrics == {
+        "published/average_gap": 2.0,
+        "published/score_gap": 4.0,
+        "published/same_scores": 0.5,
+    }
+    assert found.table.to_dict("records") == [{"model": "m", "published": 17.0, "printed": 15.0, "whole": 30.0}]
+
+
+def test_the_published_results_are_of_all_tasks_of_table_1():
+    theirs = papers.figure("compilerkv", "published_results")
+    tasks = set(printed()[0]["task"]) - {"average"}
+    assert all(set(rows["task"]) == tasks and len(rows) == 16 for _, rows in theirs.groupby("model"))
+    assert set(theirs["model"]) < set(printed()[0]["model"])
+
+
+def test_published_tables_by_hand():
+    """Layer i has the weight i + 1 but for one head; thresholds rise with entropy in layer 0 alone."""
+    weights = np.repeat(np.arange(1.0, 33)[:, None], 2, 1)
+    weights[31, 1] = 0.5
+    slopes = np.where(np.arange(32) == 0, 0.01, -0.02)
+    risk = np.full((32, 4, 2), 0.5) + slopes[:, None, None] * np.arange(4)[None, :, None]
+    risk[:, :, 1] -= np.where(np.arange(32) < 8, -0.1, 0.1)[:, None]
+    tables = DecisionTables(heads=weights.tolist(), risk=risk.tolist(), entropy=(2.0, 10.0))
+    found = compilerkv_printed.published_tables(tables).metrics
+    rest = [*range(1, 13), *range(22, 32), (32 + 0.5) / 2]
+    assert found["published/middle_less_rest"] == pytest.approx(17 - np.mean(rest))
+    assert found["published/smallest_weight"] == pytest.approx(0.5 / weights.mean())
+    assert found["published/entropy_slope"] == pytest.approx((0.01 - 31 * 0.02) / 32 / 2), "bins are two nats wide"
+    assert found["published/falls_with_entropy"] == pytest.approx(31 / 32)
+    assert found["published/high_less_low_perplexity"] == pytest.approx((8 * 0.1 - 24 * 0.1) / 32)
+    assert found["published/falls_with_perplexity"] == 0.75
 
 
 def test_points_lost_by_hand_and_as_the_text_rounds_them():

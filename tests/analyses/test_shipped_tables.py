@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+from support.paths import ROOT
 
+import kvlab
 from kvlab.analyses import shipped_tables
 from kvlab.compile.contexts import HELD_APART
 from kvlab.methods._base import lookup
@@ -109,3 +112,37 @@ def test_the_default_model_s_weights_learnt_one_head_at_a_time(lm):
         assert not {name.rpartition("@")[0] for name in about["documents"]} & held_apart
         moved = [weight != 1 for row in tables.heads for weight in row]
         assert 0 < sum(moved) < len(moved), "some heads are clearly worth another weight, and not all"
+
+
+def test_the_nearest_budget_decides_by_its_ratio():
+    by_budget = {at: DecisionTables(heads=[[1.0, float(at)]], risk=[[[0.5]]]) for at in (64, 200)}
+    for entries, nearest in (
+        (10, 64),
+        (64, 64),
+        (112, 64),
+        (128, 200),
+        (4000, 200),
+    ):  # 128 is 2 of 64, 200 is 1.56 of 128
+        found = shipped_tables.nearest(by_budget, entries)
+        assert found.heads == by_budget[nearest].heads and found.risk is None
+    assert shipped_tables.nearest({}, 64) is None
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in lookup.SHIPPED_TABLES.glob("*.json")))
+def test_no_experiment_evaluates_on_what_tables_were_learnt_from(name):
+    """In any profile: tables must be judged on texts that they have not seen."""
+    tables = DecisionTables.load(name)
+    learnt_from = {document.rpartition("@")[0] for document in tables.documents}
+    assert len(learnt_from) > 20 and not learnt_from & set(HELD_APART)
+    written = [path.read_text() for path in (ROOT / "experiments").glob("*.yaml")]
+    assert not [document for document in learnt_from if any(re.search(rf"{document}\b", text) for text in written)]
+
+
+def test_the_policy_finds_the_tables_of_a_model_by_name(lm):
+    tables = DecisionTables.load("smollm2-135m")
+    assert (tables.model, tables.sha256, tables.n_layers) == (lm.name, lm.sha256, 30)
+    with kvlab.compress(lm.model, kvlab.policy("compilerkv", budget=64, tables="smollm2-135m")) as session:
+        ids = lm.encode("The ferry to the outer island leaves at seven. " * 30, chat=False)
+        lm.model.generate(ids, max_new_tokens=2, do_sample=False)
+    sizes = [session.kept_after_prefill(layer).shape[1] for layer in range(30)]
+    assert max(sizes) <= 64 and min(sizes) >= 1

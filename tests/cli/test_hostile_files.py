@@ -96,7 +96,6 @@ def test_names_that_no_file_has(name, tmp_path):
         lambda: list(longbench_records.read(name)),
         lambda: lookup.HeadScores.load(name),
         lambda: lookup.DecisionTables.load(name),
-        lambda: log.load(name),
         lambda: models.load(name),
         lambda: corpus.document(name),
         lambda: predictions.read_predictions(name),
@@ -204,17 +203,3 @@ def test_scores_are_shares(scores, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(head_scores(scores, 1)))
     with one_sentence(r"scores\.0\.[01]"):
         lookup.HeadScores.load(tmp_path / "a.json")
-
-
-def test_a_log_is_one_file_that_is_parquet(tmp_path):
-    import pandas
-
-    (tmp_path / "a.parquet").write_bytes(pickled(tmp_path / "ran"))
-    with one_sentence("is no log"):
-        log.load(tmp_path / "a.parquet")
-    with one_sentence("no such file"):
-        log.load(tmp_path)
-    pandas.DataFrame({"phase": [], "context": []}).to_parquet(tmp_path / "b.parquet")
-    with one_sentence("nothing in it"):
-        log.load(tmp_path / "b.parquet")
-    assert not (tmp_path / "ran").exists()

@@ -93,7 +93,7 @@ def test_tables_are_not_learnt_without_a_tokenizer(tiny, tmp_path):
     from kvlab import compile as compiling
 
     with pytest.raises(KvlabError, match="has no tokenizer, so nothing can be learnt from texts"):
-        compiling.learn(tiny(), compiling.Settings(budget=64), journal=tmp_path / "log.jsonl")
+        compiling.measure(tiny(), compiling.MarginalSettings(), [], tmp_path / "log.jsonl")
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""One head and one threshold at a time: against replays, on planted gains, and cut off in between."""
+"""One head at a time: against replays, on planted gains, and cut off in between."""
 
 from __future__ import annotations
 
@@ -8,27 +8,19 @@ import numpy as np
 import pytest
 import torch
 from support.commands import call
+from support.compiling import settings
 from support.texts import FERRY
 
 import kvlab
 from kvlab import compile as compiling
 from kvlab.compile import evidence, marginal
-from kvlab.compile.marginal import ActionEffects, MarginalSettings
+from kvlab.compile.marginal import MarginalSettings
 from kvlab.errors import KvlabError
 from kvlab.inputs.corpus import Document
 from kvlab.methods import policy
 from kvlab.methods._base.lookup import DecisionTables
 
-SETTINGS = MarginalSettings(
-    budgets=(12, 24),
-    lengths=(60, 110),
-    new_tokens=4,
-    thresholds=(0.0, 0.3, 0.6),
-    bins=(2, 1),
-    support=2,
-    window=16,
-    utility_window=8,
-)
+SETTINGS = settings()
 PROMPTS = [Document(f"ferry[{start}:{start + 300}]", FERRY[start : start + 300]) for start in (0, 200, 400, 600)]
 
 
@@ -38,7 +30,7 @@ def measured(reader):
 
 
 def test_what_a_change_does_is_what_replays_say(reader, measured):
-    """Layer by layer: a head's weight, and a threshold, change what their own layer loses, and nothing else."""
+    """Layer by layer: a head's weight changes what its own layer loses, and nothing else."""
     trace = kvlab.capture(reader, PROMPTS[1], 4, 16, pseudo=())
     how = dict(window=16, utility_window=8)
 
@@ -55,11 +47,7 @@ def test_what_a_change_does_is_what_replays_say(reader, measured):
         changed = lost(budget, {"heads": weights.tolist()}) - base
         assert changed[0] == pytest.approx(0, abs=1e-9)
         assert found.heads[1, 3, 0] == pytest.approx(float(changed[1]), abs=1e-6)
-        assert (found.heads[:, :, SETTINGS.at_rest("heads")] == 0).all()
-        gated = lost(budget, {"risk": [[[0.3]], [[0.6]]]}) - base
-        assert found.risk[1, [0, 1], [1, 2]] == pytest.approx(gated.numpy(), abs=1e-6)
-    assert (found.retained[:, :, 0] == [[len(ids)] * 2 for ids in (reader.encode(p.text)[0] for p in PROMPTS)]).all()
-    assert (np.diff(found.retained, axis=2) <= 0).all() and (found.risk >= -1e-7).all()
+        assert (found.heads[:, :, SETTINGS.neutral] == 0).all()
 
 
 def test_budgets_that_were_not_tried_and_prompts_that_fit_are_refused(reader, measured):
@@ -89,14 +77,14 @@ def test_a_run_that_was_cut_off_goes_on_where_it_stopped(reader, measured, tmp_p
     again = compiling.measure(reader, SETTINGS, PROMPTS, journal)
     assert again.lines == measured.lines and len(captured) == 2
     captured.clear()
-    stricter = SETTINGS.replace(penalty=1.0, level=0.01)
+    stricter = SETTINGS.replace(level=0.01)
     assert compiling.measure(reader, stricter, PROMPTS, journal).lines == again.lines and not captured
 
 
 def test_tables_are_the_policys(measured, tmp_path):
     for budget in SETTINGS.budgets:
         found = compiling.tables(measured, budget)
-        assert found.budget == budget and len(found.entropy_edges) == 1 and found.perplexity_edges == []
+        assert found.budget == budget and found.risk is None
         path = compiling.write(found, tmp_path / f"{budget}.json")
         assert DecisionTables.load(path) == found
         assert kvlab.policy("compilerkv", budget=budget, tables=str(path)).gates == found.gates
@@ -139,49 +127,13 @@ def test_one_context_and_changes_of_nothing_decide_nothing():
     assert evidence.chosen(-sure, 0, 0.05).tolist() == [0, 0, 0]
 
 
-def planted(risk, retained, entropy):
-    """One layer, thresholds 0, 0.3 and 0.6; perplexity plays no part."""
-    n = len(entropy)
-    risk, retained = (np.array(part, dtype=float)[:, None] for part in (risk, retained))
-    return ActionEffects(
-        np.zeros((n, 4, 4)), risk, retained, [f"c{i}" for i in range(n)], np.array(entropy), np.full(n, 9.0)
-    )
-
-
-def test_thresholds_of_each_cell_by_hand():
-    """Where entropy is high, the strict threshold costs attention; where it is low, it costs nothing."""
-    noise = np.random.default_rng(2).normal(0, 1e-4, (12, 3)) * [0, 1, 1]
-    risk = noise + np.array([[0, 0, 0]] * 6 + [[0, 0, 0.05]] * 6)
-    found = planted(risk, [[40, 20, 10]] * 12, [3.0 + 0.1 * i for i in range(12)])
-    one = SETTINGS.replace(penalty=0.01)
-    table, counts = evidence.risk_table(found, one, budget=10)
-    assert table.tolist() == [[[0.6], [0.3]]] and counts.tolist() == [[6], [6]]
-    free, _ = evidence.risk_table(found, one.replace(penalty=0.0), budget=10)
-    assert free[0, 1, 0] == 0, "without a penalty nothing is turned away that costs attention"
-
-
-def test_a_cell_without_support_takes_the_nearest():
-    risk = np.zeros((7, 3)) + np.random.default_rng(3).normal(0, 1e-5, (7, 3)) * [0, 1, 1]
-    found = planted(risk, [[40, 20, 10]] * 7, [3.0, 3.1, 3.2, 3.3, 3.4, 5.0, 5.1])
-    found.perplexity[:] = [2, 2, 2, 50, 50, 50, 50]
-    table, counts = evidence.risk_table(found, SETTINGS.replace(bins=(2, 2), support=2, penalty=0.1), budget=10)
-    assert sorted(counts.ravel().tolist())[0] == 0 and (table == 0.6).all()
-    with pytest.raises(KvlabError, match="no cell of risk has 9 contexts"):
-        evidence.risk_table(found, SETTINGS.replace(support=9), budget=10)
-
-
-def test_bins_of_equal_counts_are_looked_up_as_they_were_made():
-    rng = np.random.default_rng(4)
-    found = planted(np.zeros((30, 3)), np.zeros((30, 3)), rng.normal(5, 1, 30).tolist())
-    found.perplexity[:] = rng.lognormal(2, 1, 30)
-    one = SETTINGS.replace(bins=(3, 2))
-    cell, of_entropy, of_perplexity = evidence.cells_of(found, one)
-    assert np.bincount(cell // 2).tolist() == [10, 10, 10] and np.bincount(cell % 2).tolist() == [15, 15]
+def test_bins_of_equal_counts_are_looked_up_by_their_edges():
+    """As in the tables that come with kvlab."""
     made = DecisionTables(
-        heads=None, risk=np.zeros((1, 3, 2)).tolist(), entropy_edges=of_entropy, perplexity_edges=of_perplexity
+        heads=None, risk=np.zeros((1, 3, 2)).tolist(), entropy_edges=[4.5, 5.5], perplexity_edges=[9.0]
     )
-    row, column = made.cell(torch.tensor(found.entropy), torch.tensor(found.perplexity))
-    assert (row * 2 + column).tolist() == cell.tolist()
+    row, column = made.cell(torch.tensor([4.0, 5.0, 6.0]), torch.tensor([8.0, 10.0, 100.0]))
+    assert row.tolist() == [0, 1, 2] and column.tolist() == [0, 1, 1]
     assert "entropy_edges" in json.loads(made.model_dump_json())
     even = DecisionTables(heads=None, risk=np.zeros((1, 3, 2)).tolist())
     assert "entropy_edges" not in json.loads(even.model_dump_json()), "files with even bins stay as they were"
@@ -202,7 +154,7 @@ def test_the_command_writes_a_table_for_each_budget(capsys, monkeypatch, tmp_pat
     monkeypatch.setattr("kvlab.compile.marginal.checked", lambda prompts: prompts)
     monkeypatch.chdir(tmp_path)
     given = {"budgets": "[12,24]", "lengths": "[100,120]", "new_tokens": 2, "window": 16, "utility_window": 8}
-    options = [part for key, value in {**given, "bins": "[2,1]"}.items() for part in ("-p", f"{key}={value}")]
+    options = [part for key, value in given.items() for part in ("-p", f"{key}={value}")]
     command = ["compile", "--alone", "--documents", "ferry,crossing", "--contexts", "6", *options, "--out", "mine.json"]
     code, out, _ = call(capsys, *command)
     assert code == 0 and out.splitlines()[1::2] == ["mine-12.json", "mine-24.json"]
@@ -211,3 +163,5 @@ def test_the_command_writes_a_table_for_each_budget(capsys, monkeypatch, tmp_pat
     assert (found.budget, found.contexts, found.model) == (24, 6, reader.name)
     monkeypatch.setattr(marginal, "capture", lambda *_, **__: pytest.fail("captured again"))
     assert call(capsys, *command)[:2] == (0, out)
+    command.remove("--alone")
+    assert call(capsys, *command)[:2] == (0, out), "there is no other way any more"

@@ -16,11 +16,8 @@ from support.texts import FERRY
 import kvlab
 from kvlab import compile as compiling
 from kvlab import evaluation
-from kvlab.analyses.compilerkv.held_out import continuation_attention
 from kvlab.analyses.speed.timings import plain_cache
 from kvlab.bench import meters, timing
-from kvlab.compile import trials
-from kvlab.compile.contexts import pool
 from kvlab.evaluation import results
 from kvlab.inputs.corpus import Document
 from kvlab.live.shared_prefill import shared_prefill
@@ -67,24 +64,11 @@ def reader(tiny):
 
 
 def test_tables_are_learnt_for_the_compressed_layers(reader):
-    learnt = compiling.learn(reader, settings(), DOCUMENTS)
-    assert learnt.tables.n_layers == 2
-    policy = kvlab.policy("compilerkv", budget=20, window=8, utility_window=4).using(learnt.tables)
+    tables = compiling.tables(compiling.measure(reader, settings(), DOCUMENTS), 24)
+    assert tables.n_layers == 2
+    policy = kvlab.policy("compilerkv", budget=20, window=8, utility_window=4).using(tables)
     trace = kvlab.capture(reader, FERRY, 2, chat=False, policies=[policy], pseudo=())
     assert sorted(kvlab.replay(trace, policy).table.layer.dropna().unique()) == [2, 4]
-
-
-@torch.inference_mode()
-def test_a_continuation_looks_where_the_model_looks(reader):
-    context = pool(reader, DOCUMENTS, settings())[1]
-    with trials.prefilled(reader, context, settings()) as found:
-        shares = continuation_attention(found)
-    ids = torch.cat([context.ids, context.continuation[:-1]])
-    trace = kvlab.capture(reader, context.ids, len(context.continuation) - 1, response=context.continuation, pseudo=())
-    assert torch.equal(trace.ids, ids)
-    rows = kvlab.replays.reference.reference(trace)
-    expected = torch.stack([rows.weights(place)[..., : len(context.ids)].mean((0, 1)) for place in range(2)])
-    torch.testing.assert_close(shares.float(), expected, atol=1e-4, rtol=1e-3)
 
 
 def test_head_scores_name_their_layers(reader, tmp_path):

@@ -153,7 +153,7 @@ def test_eval_refuses_at_once(bare, project, capsys, monkeypatch, task):
 
 def test_tables_cannot_be_learnt_from_texts_without_one(bare):
     with pytest.raises(KvlabError, match="has no tokenizer"):
-        compiling.learn(bare, compiling.Settings(budget=64))
+        compiling.measure(bare, compiling.MarginalSettings(), [])
 
 
 def test_a_text_that_has_no_tokens(lm):

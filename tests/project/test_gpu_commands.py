@@ -35,14 +35,11 @@ def test_heads(readers):
 
 
 def test_compiling(readers):
-    few = settings(pool=3, contexts=2, samples=4, risk_samples=4)
-    expected = compile.learn(readers[0], few, DOCUMENTS)
+    expected = compile.measure(readers[0], settings(), DOCUMENTS)
     with pretend_gpu.present():
-        found = compile.learn(readers[1], few, DOCUMENTS)
-    assert (found.tables.heads, found.tables.risk) == (expected.tables.heads, expected.tables.risk)
-    for phase in expected.lines:
-        for here, there in zip(expected.lines[phase], found.lines[phase], strict=True):
-            assert there["nll"] == pytest.approx(here["nll"], abs=1e-3) and there["actions"] == here["actions"]
+        found = compile.measure(readers[1], settings(), DOCUMENTS)
+    for budget in (12, 24):
+        close(torch.tensor(found.effects(budget).heads), torch.tensor(expected.effects(budget).heads))
 
 
 @pytest.mark.parametrize("compress_at", ["prompt", "context"])

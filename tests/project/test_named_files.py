@@ -92,7 +92,11 @@ def test_files_that_keys_are_taken_over_are_there():
     for name in (*shared.CODE, *project.MEASURING, *project.PRESENTING):
         assert (PACKAGE / name).exists(), name
     assert len(set(shared.CODE)) == len(shared.CODE)
-    assert list(lookup.SHIPPED.glob("*.json")) and list(lookup.SHIPPED_TABLES.glob("*.parquet"))
+    assert (
+        list(lookup.SHIPPED.glob("*.json"))
+        and list(lookup.SHIPPED_TABLES.glob("*.json"))
+        and lookup.PUBLISHED_TABLES.exists()
+    )
     assert (Path(page.__file__).parent / "templates" / "page.html.j2").is_file()
     assert all(paper.claims for paper in papers.papers()) and list((PACKAGE / "papers" / "figures").glob("*.csv"))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvlab.analyses.compilerkv import ablation, quality, theorem, thresholds, veto
+from kvlab.analyses.compilerkv import ablation, quality, theorem
 from kvlab.analyses.findings import Findings
 from kvlab.traces.trace import Trace
 from support import oracles
@@ -54,8 +54,6 @@ def analyses() -> dict[str, Findings]:
         "table_1": quality.table_1(TRACES, tables(), SHARE),
         "table_2": ablation.table_2(TRACES, tables(), 0.5),
         "steps": ablation.steps_to_snapkv(TRACES, SHARES),
-        "cells": thresholds.cells(TRACES, tables()),
-        "veto": veto.protected(TRACES, tables(), SHARE),
         "theorem": theorem.theorem_4_1(TRACES, (64, 512), tables()),
     }
 

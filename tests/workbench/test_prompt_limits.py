@@ -23,7 +23,10 @@ WRONG = [
     (["zsmerge_error_curves", "-p", "tokens=8100"], "prompts of 8,100 tokens, and the document sotu/1975 has"),
     (["zsmerge_error_curves", "-p", "ratios=0.1,2"], "'ratios' of zsmerge_error_curves must be at most 1, and is 2"),
     (["quickstart", "-p", "budget=1"], "parameter 'budget' of quickstart must be at least 33, and is 1"),
-    (["compilerkv_tables", "-p", "budget=0"], "'budget' of compilerkv_tables must be at least 1, and is 0"),
+    (
+        ["compilerkv_tables", "-p", "prompt_budgets=0"],
+        "'prompt_budgets' of compilerkv_tables must be at least 1, and is 0",
+    ),
     (
         ["dapq_window_recall", "-p", "budget=128"],
         "must be at least 129 (one more than 128, the largest of 'windows'), and is 128",

@@ -163,6 +163,22 @@ def test_claims_that_are_gone_are_dropped_with_a_note(project, tmp_path, capsys)
     assert "dropped" not in call(capsys, "report", "--keep", str(folder))[1]
 
 
+def test_a_claim_that_no_experiment_measures_any_more_keeps_no_number(project, tmp_path):
+    """It was measured once, and its experiment has ended since."""
+    job(0.6)
+    folder = tmp_path / "ledger"
+    path = snapshots.keep(folder)[0].path
+    untested = next(claim for claim in papers.claims() if claim.untested)
+    before = lines(path)
+    measured = ["verdict", "value", "profile", "signature"]
+    before.loc[untested.id, measured] = before.loc[CLAIM, measured]
+    before.reset_index()[list(pandas.read_csv(path, nrows=0).columns)].to_csv(path, index=False)
+    snapshots.keep(folder)
+    after = lines(path)
+    assert after.loc[untested.id, ["verdict", "value", "profile"]].tolist() == ["not measured", "", ""]
+    assert after.loc[untested.id, "why"] == untested.untested and after.loc[CLAIM].equals(before.loc[CLAIM])
+
+
 def test_models_do_not_mix_in_one_file(project, tmp_path):
     job(0.6, model="toy@0")
     path = snapshots.keep(tmp_path / "ledger")[0].path

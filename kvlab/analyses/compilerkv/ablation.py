@@ -1,4 +1,4 @@
-"""CompilerKV, table 2: one part removed at a time; and the way from CompilerKV to SnapKV, one change at a time."""
+"""CompilerKV, table 2: the stabilised utility removed; and the way from CompilerKV to SnapKV, one change at a time."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import pandas as pd
 
 from kvlab.analyses.compilerkv.quality import MEASURES, by_document, by_method, sweep
-from kvlab.analyses.compilerkv.variants import ABLATIONS, RawAttention, ladder
+from kvlab.analyses.compilerkv.variants import RawAttention, ladder
 from kvlab.analyses.findings import Findings, estimates
-from kvlab.methods import Policy, policy
+from kvlab.methods.compilerkv import CompilerKV
 from kvlab.traces.trace import Trace
 
 LOSS = "ablation/{measure}/{part}"
 STORED = "ablation/stored/{part}"
-EQUAL_STORAGE = "equal_storage/{measure}"
 STEP = "steps/{step}/{percent}"
 NORMS_SPARE, NORMS_SPARE_ERROR = "norms_spare/{percent}", "norms_spare_error/{percent}"
 MODEL_MEAN_SPARES, MODEL_MEAN_SPARES_ERROR = "model_mean_spares/{percent}", "model_mean_spares_error/{percent}"
@@ -23,58 +22,28 @@ AGAINST_SNAPKV = "against_snapkv/{percent}"
 HEADS_WORSE = "heads_worse/{percent}"
 
 
-def ablations(budget: int | float, tables: str | None) -> dict[str, Policy]:
-    """Table 2's rows, and CompilerKV without any gate, which the paper does not print; without tables only the rows
-    that need none.
-    """
-    whole = policy("compilerkv", budget=budget, tables=tables)
-    if tables is None:
-        return {"full": whole, "raw_attention": RawAttention(budget=budget)}
-    parts = {name: cls(budget=budget, tables=tables) for name, cls in ABLATIONS.items()}
-    return {"full": whole} | parts | {"no_gate": whole.replace(pad="budget")}
-
-
 def table_2(traces: Sequence[Trace], tables: str | None, share: float) -> Findings:
-    """Table 2: what is lost when one part of CompilerKV is removed, as a share of what the whole method keeps.
+    """Table 2: what is lost with raw attention in place of the stabilised utility, as a share of what CompilerKV keeps.
 
-    The gate can only leave entries out, so the method without a gate keeps at least as much attention. `equal_storage`
-    therefore gives the ungated method the mean number of entries that the gated one stored. Without tables only
-    `raw_attention` has something to remove.
+    Both fill the budget, so that both store the same.
 
     Returns:
-        The table of `sweep`; metrics `ablation/kept/PART`, `ablation/recall/PART` (1 - without / with) and
-        `ablation/error/PART` (without / with - 1), positive where the part helps; `ablation/stored/PART` and
-        `ablation/stored/full` (entries); `equal_storage/kept` and `equal_storage/recall` (gated less ungated).
+        The table of `sweep`; metrics `ablation/kept/raw_attention` and `ablation/recall/raw_attention` (1 - without /
+        with), and `ablation/error/raw_attention` (without / with - 1), positive where the part helps;
+        `ablation/stored/full` and `ablation/stored/raw_attention` (entries).
     """
-    settings = ablations(share, tables)
-    findings = Findings(sweep(traces, list(settings.items())))
-    if tables is not None:
-        entries = findings.table.query("method == 'full'")["stored"].to_numpy().mean()
-        ungated = settings["no_gate"].replace(budget=max(1, round(float(entries))))
-        findings.table = pd.concat([findings.table, sweep(traces, [("equal_storage", ungated)])], ignore_index=True)
-    for measure in MEASURES:
+    whole = CompilerKV(budget=share, tables=tables, pad="budget")
+    raw = RawAttention(budget=share, tables=tables, pad="budget")
+    findings = Findings(sweep(traces, [("full", whole), ("raw_attention", raw)]))
+    ratios = {}
+    for measure in (*MEASURES, "error"):
         values = by_method(findings.table, measure)
-        for part in settings:
-            if part != "full":
-                findings.add(LOSS, 1 - values[part] / values["full"], measure=measure, part=part)
-        if tables is not None:
-            findings.add_difference(EQUAL_STORAGE, values["full"], values["equal_storage"], measure=measure)
-    errors = by_method(findings.table, "error")
-    for part in settings:
-        if part != "full":
-            findings.add(LOSS, errors[part] / errors["full"] - 1, measure="error", part=part)
+        ratios[measure] = values["raw_attention"] / values["full"] - 1
+    for measure, ratio in ratios.items():
+        findings.add(LOSS, ratio if measure == "error" else -ratio, measure=measure, part="raw_attention")
     for part, entries in by_method(findings.table, "stored").items():
         findings.add(STORED, entries, part=part)
     return findings
-
-
-def equal_storage_in_words(table_2: Findings) -> str:
-    """The gain by the gate at equal storage, as text; empty without tables."""
-    return "\n".join(
-        f"With the gate less without it, at equal entries stored, {row['measure']}: "
-        f"{row['value']:+.4f} ({row['low']:+.4f} to {row['high']:+.4f})"
-        for row in table_2.frame(EQUAL_STORAGE).to_dict("records")
-    )
 
 
 def steps_to_snapkv(traces: Sequence[Trace], shares: Sequence[float]) -> Findings:

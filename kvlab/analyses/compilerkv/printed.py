@@ -1,10 +1,14 @@
-"""What CompilerKV's printed tables say when they are added up again; no model runs."""
+"""What CompilerKV's printed tables, and the files in its authors' repository, say when they are added up again; no
+model runs.
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 
 from kvlab.analyses.findings import Findings
+from kvlab.methods._base.lookup import DecisionTables
 
 OURS, WHOLE = "CompilerKV", "FullKV"
 ROUNDING = 0.0051
@@ -16,6 +20,15 @@ BEST_TASK_GAIN = "printed/best_task_gain"
 BEST_TASK_GAIN_OVER_DYNAMICKV = "printed/best_task_gain_over_dynamickv"
 WINS = "printed/wins"
 RECOVERED, RECOVERED_MEAN = "printed/recovered/{model}", "printed/recovered/mean"
+RECOVERED_MOST, RECOVERED_LEAST = "printed/recovered/most", "printed/recovered/least"
+APPENDIX_GAP, APPENDIX_LEAD = "printed/appendix/average_gap", "printed/appendix/smallest_lead"
+PUBLISHED_AVERAGE_GAP = "published/average_gap"
+PUBLISHED_SCORE_GAP, PUBLISHED_SAME = "published/score_gap", "published/same_scores"
+MIDDLE = slice(12, 21)
+"""The layers that appendix B.3 calls middle, L12 to L20 of 32."""
+MIDDLE_LESS_REST, SMALLEST_WEIGHT = "published/middle_less_rest", "published/smallest_weight"
+ENTROPY_SLOPE, FALLS_WITH_ENTROPY = "published/entropy_slope", "published/falls_with_entropy"
+HIGH_LESS_LOW, FALLS_WITH_PERPLEXITY = "published/high_less_low_perplexity", "published/falls_with_perplexity"
 GAIN = "printed/gain/{method}/{table}"
 POINTS, LEAST_POINTS = "printed/points/{part}", "printed/least_points/{part}"
 
@@ -72,31 +85,100 @@ def checks(printed: pd.DataFrame, smaller: pd.DataFrame) -> Findings:
         printed average of table 1 and its row's), `printed/smallest_lead` (of CompilerKV's average over the best other,
         over models, rows added again), `printed/best_task_gain` (largest lead on one task over the best other method),
         `printed/best_task_gain_over_dynamickv`, `printed/wins` (share of tasks on which CompilerKV is the best
-        compressed method), `printed/recovered/MODEL` and `printed/recovered/mean` (average over the full cache's), and
-        `printed/gain/METHOD/table1` and `.../appendix` (see `gains`).
+        compressed method), `printed/recovered/MODEL` (average over the full cache's), `printed/recovered/mean`,
+        `.../most` and `.../least` over models, and `printed/gain/METHOD/table1` and `.../appendix` (see `gains`);
+        `printed/appendix/average_gap` (CompilerKV's) and `printed/appendix/smallest_lead`.
     """
     both = {"table1": printed, "appendix": smaller}
     findings = Findings(pd.concat([averages(rows).assign(table=name) for name, rows in both.items()]))
     gaps = averages(printed).pivot(index="method", columns="model", values="gap").abs().max(axis=1)
     for method, gap in gaps.items():
         findings.set(AVERAGE_GAP, gap, method=method)
+    findings.set(APPENDIX_GAP, averages(smaller).query("method == @OURS")["gap"].abs().to_numpy().max())
     table = wide(printed).drop(columns="average")
     rivals = table.drop(index=[OURS, WHOLE], level="method")
     ours, dynamic = (table.xs(method, level="method") for method in (OURS, "DynamicKV"))
     best = rivals.groupby(level="model").agg("max").loc[ours.index]
-    mean = table.mean(axis=1).unstack("method")
-    leads = mean.rsub(mean[OURS], axis=0).drop(columns=[OURS, WHOLE])
-    findings.set(SMALLEST_LEAD, leads.to_numpy().min())
+    findings.set(SMALLEST_LEAD, _smallest_lead(printed))
+    findings.set(APPENDIX_LEAD, _smallest_lead(smaller))
     findings.set(BEST_TASK_GAIN, (ours - best).to_numpy().max())
     findings.set(BEST_TASK_GAIN_OVER_DYNAMICKV, (ours - dynamic).to_numpy().max())
     findings.set(WINS, (ours > best).to_numpy().mean())
+    mean = table.mean(axis=1).unstack("method")
     recovered = mean.div(mean[WHOLE], axis=0).loc[:, OURS]
     for model, share in recovered.items():
         findings.set(RECOVERED, share, model=model)
     findings.set(RECOVERED_MEAN, recovered.mean())
+    findings.set(RECOVERED_MOST, recovered.max())
+    findings.set(RECOVERED_LEAST, recovered.min())
     for name, rows in both.items():
         for method, gain in gains(rows).items():
             findings.set(GAIN, gain, method=method, table=name)
+    return findings
+
+
+def _smallest_lead(printed: pd.DataFrame) -> float:
+    """Of CompilerKV's average over the best other compressed method's, over models; rows added again."""
+    mean = wide(printed).drop(columns="average").mean(axis=1).unstack("method")
+    return mean.rsub(mean[OURS], axis=0).drop(columns=[OURS, WHOLE]).to_numpy().min()
+
+
+def published_results(results: pd.DataFrame, printed: pd.DataFrame) -> Findings:
+    """The scores in the authors' repository beside table 1.
+
+    Args:
+        results: model, task, score.
+        printed: table 1, as for `wide`.
+
+    Returns:
+        Table: model, published and printed (averages of CompilerKV), whole (the full cache's). Metrics
+        `published/average_gap` (largest difference of the averages), `published/score_gap` (of one task's score) and
+        `published/same_scores` (share of scores that print alike).
+    """
+    theirs = results.pivot_table(index="model", columns="task", values="score", sort=False)
+    table = wide(printed)
+    ours, whole = (table.xs(method, level="method").loc[theirs.index] for method in (OURS, WHOLE))
+    means = pd.DataFrame({"published": theirs.mean(axis=1), "printed": ours["average"], "whole": whole["average"]})
+    gaps = (theirs - ours[theirs.columns]).abs().to_numpy()
+    findings = Findings(means.reset_index())
+    findings.set(PUBLISHED_AVERAGE_GAP, (means["published"] - means["printed"]).abs().to_numpy().max())
+    findings.set(PUBLISHED_SCORE_GAP, gaps.max())
+    findings.set(PUBLISHED_SAME, (gaps < ROUNDING).mean())
+    return findings
+
+
+def published_tables(tables: DecisionTables) -> Findings:
+    """Figures A2 and A3 in numbers, of the tables in the authors' repository.
+
+    Returns:
+        Table with a row for each layer: layer, weight (mean over its heads), entropy_slope (of its thresholds over the
+        middles of the entropy bins, per nat, mean over perplexity bins), high_less_low_perplexity (its threshold in the
+        last perplexity bin less the first, mean over entropy bins). Metrics: their means over layers, the shares of
+        layers in which thresholds fall, `published/middle_less_rest` (mean weight of layers 12 to 20 less that of the
+        others) and `published/smallest_weight` (over the mean weight).
+    """
+    heads, risk = np.array(tables.heads), np.array(tables.risk)
+    low, high = tables.entropy
+    middles = low + (np.arange(risk.shape[1]) + 0.5) / risk.shape[1] * (high - low)
+    slopes = np.polyfit(middles, risk.mean(2).T, 1)[0]
+    steps = (risk[:, :, -1] - risk[:, :, 0]).mean(1)
+    weights = heads.mean(1)
+    findings = Findings(
+        pd.DataFrame(
+            {
+                "layer": range(len(heads)),
+                "weight": weights,
+                "entropy_slope": slopes,
+                "high_less_low_perplexity": steps,
+            }
+        )
+    )
+    findings.set(MIDDLE_LESS_REST, weights[MIDDLE].mean() - np.delete(weights, MIDDLE).mean())
+    findings.set(SMALLEST_WEIGHT, heads.min() / heads.mean())
+    findings.set(ENTROPY_SLOPE, slopes.mean())
+    findings.set(FALLS_WITH_ENTROPY, (slopes < 0).mean())
+    findings.set(HIGH_LESS_LOW, steps.mean())
+    findings.set(FALLS_WITH_PERPLEXITY, (steps < 0).mean())
     return findings
 
 

@@ -4,23 +4,16 @@ LongBench's scores need models of 7 or 8 billion parameters. Two measures stand 
 response's attention that falls on stored entries (1 - mass lost), and the recall of the tokens that the response
 attends to most. "The paper's share" of a prompt is the share that 512 entries are of LongBench's mean prompt.
 
-By equation 16 the gate may leave a part of the budget unused. The paper compares at equal nominal budgets and says that
-tight budgets are always filled (appendix B.1); with tables learnt for a small model they are not. So each rival is
-compared first with sets filled up to the budget, where all store the same, and then with the gated ones. A twin with
-SnapKV's pooling and kept window tells what the utility does from what these two do.
-
-In filled sets thresholds have no effect, so that of what was learnt the weights of heads alone decide. These are taken
-from tables learnt one head at a time, as section 4.3 words it and where the trials hold a clear signal, for the nearest
-budget; the gated sets have the tables of joint trials.
+All sets fill their budget, so that all methods store the same; appendix B.1 says that tight budgets are always filled.
+Thresholds have no effect then, and of what was learnt the weights of heads alone decide. A twin with SnapKV's pooling
+and kept window tells what the utility does from what these two do, and the authors' code stands beside it.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import product
-from types import MappingProxyType
 
 import pandas as pd
 import torch
@@ -42,9 +35,9 @@ BUDGETS = (64, 128, 256, 512, 1024)
 RIVALS = ("dynamickv", "zigzagkv", "pyramidkv", "snapkv", "h2o", "streamingllm")
 MEASURES = ("kept", "recall")
 LABELS = {
-    "compilerkv": "CompilerKV",
-    "filled": "CompilerKV, filled up",
+    "filled": "CompilerKV",
     "twin": "CompilerKV, SnapKV's twin",
+    "published": "CompilerKV, the authors' code",
     "dynamickv": "DynamicKV",
     "zigzagkv": "ZigZagKV",
     "pyramidkv": "PyramidKV",
@@ -56,14 +49,12 @@ LABELS = {
 """The names of the methods in the paper's tables."""
 
 AT_BUDGET = "{measure}/{method}/{budget}"
-DROP = "drop/{method}"
-FLATTER, FLATTER_FILLED = "flatter/{rival}", "flatter_filled/{rival}"
-LEAD, LEAD_FILLED = "lead/{rival}/{budget}", "lead_filled/{rival}/{budget}"
-CLAMPED = "clamped/{budget}"
+DROP, FLATTER_FILLED = "drop/{method}", "flatter_filled/{rival}"
+LEAD_FILLED = "lead_filled/{rival}/{budget}"
 RETAINED, RECALLED, LOST = "retained/{method}", "recalled/{method}", "lost/{method}"
 STORED = "stored/{method}"
-GAIN, GAIN_FILLED = "gain/{measure}/{rival}", "gain_filled/{measure}/{rival}"
-GAIN_TWIN = "gain_twin/{measure}/{rival}"
+GAIN_FILLED, GAIN_TWIN = "gain_filled/{measure}/{rival}", "gain_twin/{measure}/{rival}"
+GAIN_PUBLISHED = "gain_published/{measure}/{rival}"
 
 
 def paper_share(lengths: pd.DataFrame, entries: int = 512) -> float:
@@ -74,29 +65,15 @@ def paper_share(lengths: pd.DataFrame, entries: int = 512) -> float:
     return entries / float(lengths["length"].to_numpy().mean())
 
 
-def methods(budget: int | float, tables: str | None, weights: DecisionTables | None = None) -> dict[str, Policy]:
-    """CompilerKV by equation 16, CompilerKV filled up to the budget as in the published runs, and table 1's six others.
+def methods(budget: int | float, tables: str | None) -> dict[str, Policy]:
+    """CompilerKV filled up to the budget, and table 1's six others.
 
     Args:
         budget: entries for each layer and KV head, or a share of the prompt.
-        tables: as CompilerKV takes them; with None no token is turned away, and all sets fill the budget anyway.
-        weights: whose weights of heads the filled sets have instead of the tables' own; of `nearest`.
+        tables: as CompilerKV takes them; of these the weights of heads alone decide.
     """
-    ours = CompilerKV(budget=budget, tables=tables)
-    filled = ours if tables is None else ours.replace(pad="budget")
-    if weights is not None:
-        filled = ours.using(weights)
-    return {"compilerkv": ours, "filled": filled} | {name: policy(name, budget=budget) for name in RIVALS}
-
-
-def nearest(per_head: Mapping[int, DecisionTables], entries: float) -> DecisionTables | None:
-    """The weights that were learnt for the budget whose ratio to `entries` is nearest to 1, without thresholds, which
-    filled sets do not need; None where none were learnt.
-    """
-    if not per_head:
-        return None
-    at = min(per_head, key=lambda budget: (abs(math.log(budget / entries)), budget))
-    return DecisionTables(model=per_head[at].model, heads=per_head[at].heads, risk=None)
+    ours = CompilerKV(budget=budget, tables=tables, pad="budget")
+    return {"filled": ours} | {name: policy(name, budget=budget) for name in RIVALS}
 
 
 def require_unseen(tables: Iterable[DecisionTables], documents: Iterable[str]) -> None:
@@ -114,6 +91,11 @@ def twin(filled: CompilerKV, budget: int | float) -> CompilerKV:
     """CompilerKV that differs from SnapKV in its utility alone: with the same pooling and the same kept window."""
     snapkv = SnapKV(budget=budget)
     return filled.replace(kernel=snapkv.kernel, recent=snapkv.window)
+
+
+def published(budget: int | float) -> CompilerKV:
+    """The authors' code with SnapKV's window, which leaves more of a small budget to choose than their 64 tokens."""
+    return CompilerKV(budget=budget, variant="published", window=SnapKV(budget=budget).window)
 
 
 def sweep(traces: Sequence[Trace], settings: Sequence[tuple[str, Policy]]) -> pd.DataFrame:
@@ -179,94 +161,75 @@ def figure_2(
     traces: Sequence[Trace],
     budgets: Sequence[int] = BUDGETS,
     tables: str | None = None,
-    per_head: Mapping[int, DecisionTables] = MappingProxyType({}),
     steep: tuple[int, int] = (256, 64),
 ) -> Findings:
     """Figure 2: what every method keeps from the smallest budget to the largest.
 
     Args:
-        per_head: tables by the budget that they were learnt for, one head at a time; each filled set has the weights of
-            the nearest.
         steep: budgets between which the paper sees eviction drop (section 5.3).
 
     Raises:
-        KvlabError: these two are not among the budgets; a text that tables were learnt from.
+        KvlabError: these two are not among the budgets, or a text that the tables were learnt from.
 
     Returns:
-        The table of `sweep`; metrics `kept/compilerkv/512`, `recall/...`, `stored/...` (mean entries of the prompt);
-        `lead/RIVAL/512`, the attention that CompilerKV keeps less what the rival does; `drop/METHOD`, the loss between
-        the two budgets of `steep`, and `flatter/RIVAL`, the rival's drop less CompilerKV's; `lead_filled/...` and
-        `flatter_filled/...`, the same for sets filled up to the budget; with tables `clamped/512`, the share of prompts
-        and layers whose candidates fill the budget.
+        The table of `sweep`; metrics `kept/filled/512` and `recall/...`; `lead_filled/RIVAL/512`, the attention that
+        CompilerKV keeps less what the rival does; `drop/METHOD`, the loss between the two budgets of `steep`, and
+        `flatter_filled/RIVAL`, the rival's drop less CompilerKV's.
     """
     if not set(steep) <= set(budgets):
         raise KvlabError(f"the drop from {steep[0]} to {steep[1]} entries needs both among the budgets {list(budgets)}")
-    require_unseen(per_head.values(), map(plain_name, traces))
-    settings = {
-        (name, budget): method
-        for budget in budgets
-        for name, method in methods(budget, tables, nearest(per_head, budget)).items()
-    }
-    findings = Findings(sweep(traces, [(name, method) for (name, _), method in settings.items()]))
-    values = {measure: dict(by_document(findings.table, measure).items()) for measure in (*MEASURES, "stored")}
-    for measure, (name, budget) in product(values, settings):
+    require_unseen([CompilerKV(budget=1, tables=tables).tables_in_use], map(plain_name, traces))
+    settings = [item for budget in budgets for item in methods(budget, tables).items()]
+    findings = Findings(sweep(traces, settings))
+    values = {measure: dict(by_document(findings.table, measure).items()) for measure in MEASURES}
+    names = ("filled", *RIVALS)
+    for measure, name, budget in product(MEASURES, names, budgets):
         findings.add(AT_BUDGET, values[measure][name, budget], measure=measure, method=name, budget=budget)
     kept, large, small = values["kept"], *steep
-    drops = {name: kept[name, large] - kept[name, small] for name in ("compilerkv", "filled", *RIVALS)}
+    drops = {name: kept[name, large] - kept[name, small] for name in names}
     for name, drop in drops.items():
         findings.add(DROP, drop, method=name)
-    sides = {"compilerkv": (FLATTER, LEAD), "filled": (FLATTER_FILLED, LEAD_FILLED)}
-    for (ours, (flatter, lead)), rival in product(sides.items(), RIVALS):
-        findings.add_difference(flatter, drops[rival], drops[ours], rival=rival)
+    for rival in RIVALS:
+        findings.add_difference(FLATTER_FILLED, drops[rival], drops["filled"], rival=rival)
         for budget in budgets:
-            findings.add_difference(lead, kept[ours, budget], kept[rival, budget], rival=rival, budget=budget)
-    if tables is None:
-        return findings
-    gated = findings.table.query("method == 'compilerkv'")
-    fills = gated.assign(fills=gated["stored"] >= gated["entries"])
-    for budget, shares in fills.pivot_table(index="document", columns="budget", values="fills").items():
-        findings.add(CLAMPED, shares, budget=budget)
+            findings.add_difference(
+                LEAD_FILLED, kept["filled", budget], kept[rival, budget], rival=rival, budget=budget
+            )
     return findings
 
 
-def table_1(
-    traces: Sequence[Trace],
-    tables: str | None,
-    share: float,
-    per_head: Mapping[int, DecisionTables] = MappingProxyType({}),
-) -> Findings:
+def table_1(traces: Sequence[Trace], tables: str | None, share: float) -> Findings:
     """Table 1's comparison at the paper's share of each prompt, document by document.
 
-    Args:
-        per_head: as for `figure_2`; the budget is the share of the mean prompt.
-
     Raises:
-        KvlabError: a text that tables were learnt from.
+        KvlabError: a text that the tables were learnt from.
 
     Returns:
         The table of `sweep`; metrics `retained/METHOD` (attention kept), `lost/METHOD` (the rest), `recalled/METHOD`,
-        `stored/METHOD` (mean entries of the prompt, of which a gate may leave some empty);
-        `gain/kept/RIVAL` and `gain/recall/RIVAL`, CompilerKV's measure over the rival's, less 1; `gain_filled/...`,
-        where CompilerKV is filled up to the budget; and `gain_twin/...`, where it has SnapKV's pooling and kept window
-        besides.
+        `stored/METHOD` (mean entries of the prompt); `gain_filled/kept/RIVAL` and `gain_filled/recall/RIVAL`,
+        CompilerKV's measure over the rival's, less 1; `gain_twin/...`, where it has SnapKV's pooling and kept window
+        besides; and `gain_published/...`, the authors' code with that window, over `twin` too.
     """
-    require_unseen(per_head.values(), map(plain_name, traces))
-    entries = share * sum(trace.prompt_length for trace in traces) / len(traces)
-    compared = methods(share, tables, nearest(per_head, entries))
+    compared = methods(share, tables)
     filled = compared["filled"]
     assert isinstance(filled, CompilerKV)
-    compared["twin"] = twin(filled, share)
+    require_unseen([filled.tables_in_use], map(plain_name, traces))
+    compared |= {"twin": twin(filled, share), "published": published(share)}
     findings = Findings(sweep(traces, list(compared.items())))
     for name, stored in by_method(findings.table, "stored").items():
         findings.add(STORED, stored, method=name)
+    sides = {
+        "filled": (GAIN_FILLED, RIVALS),
+        "twin": (GAIN_TWIN, RIVALS),
+        "published": (GAIN_PUBLISHED, (*RIVALS, "twin")),
+    }
     for measure, effect in zip(MEASURES, (RETAINED, RECALLED), strict=True):
         values = by_method(findings.table, measure)
         for name in compared:
             findings.add(effect, values[name], method=name)
             if measure == "kept":
                 findings.add(LOST, 1 - values[name], method=name)
-        for rival in RIVALS:
-            findings.add(GAIN, values["compilerkv"] / values[rival] - 1, measure=measure, rival=rival)
-            findings.add(GAIN_FILLED, values["filled"] / values[rival] - 1, measure=measure, rival=rival)
-            findings.add(GAIN_TWIN, values["twin"] / values[rival] - 1, measure=measure, rival=rival)
+        for ours, (gain, rivals) in sides.items():
+            for rival in rivals:
+                findings.add(gain, values[ours] / values[rival] - 1, measure=measure, rival=rival)
     return findings

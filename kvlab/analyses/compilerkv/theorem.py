@@ -61,7 +61,7 @@ def theorem_4_1(
     for trace in (captured.to("cpu") for captured in traces):
         visible = attention.last_visible(trace.steps, trace.length, trace.keys.device)
         for budget in budgets:
-            method = Inspected(budget=budget, tables=tables)
+            method = Inspected(budget=budget, tables=tables, pad="budget")
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="compilerkv runs with neutral tables")
                 planned = method.planned(trace.prompt)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from kvlab.analyses import shipped_tables
 from kvlab.analyses.compilerkv import quality
 from kvlab.analyses.tasks import examples
 from kvlab.analyses.tasks.contenders import by_name
@@ -50,7 +51,7 @@ def plan(
         context_only: policies that meet the needle once more, compressed before its question has been read.
         heads, tables: for duoattention and compilerkv, as `contenders.contender` takes them.
         per_head: tables learnt one head at a time, by budget (`shipped_tables.per_head_tables`); compilerkv_filled and
-            compilerkv_twin have the weights of the nearest, as filled sets have in table 1 (`quality.nearest`).
+            compilerkv_twin have the weights of the nearest.
 
     Raises:
         KvlabError: a text that these tables were learnt from, where a policy has them.
@@ -74,7 +75,7 @@ def plan(
 def _filled(policy: Policy, per_head: Mapping[int, DecisionTables], length: int) -> Policy:
     if not isinstance(policy, FilledCompilerKV):
         return policy
-    weights = quality.nearest(per_head, policy.entries(length))
+    weights = shipped_tables.nearest(per_head, policy.entries(length))
     return policy if weights is None else policy.using(weights)
 
 

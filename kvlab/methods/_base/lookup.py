@@ -30,6 +30,8 @@ SHIPPED = Path(__file__).parents[1] / "heads"
 """Head scores that come with kvlab, one file for each model, found by the model's name."""
 SHIPPED_TABLES = Path(__file__).parents[1] / "tables"
 """CompilerKV's tables that come with kvlab, in the same way."""
+PUBLISHED_TABLES = SHIPPED_TABLES / "published" / "compilerkv.json"
+"""The tables in the authors' repository of CompilerKV, for models of 32 layers with 32 query heads."""
 SHIPPED_ALONE = Path(__file__).parents[1] / "alone"
 """Tables learnt one head at a time, a file `MODEL-BUDGET.json` for each budget."""
 

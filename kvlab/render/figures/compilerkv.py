@@ -24,22 +24,12 @@ if TYPE_CHECKING:
 OURS, OTHERS = theme.look("compilerkv").colour, plots.COLOURS[1]
 SHOWN = ("filled", *quality.RIVALS)
 BUDGET = "budget, entries for each layer and KV head"
-GATED = "CompilerKV, gated"
-PARTS = {
-    "no_head_table": "no head\nreliability",
-    "static_threshold": "static\nthresholds",
-    "raw_attention": "raw\nattention",
-    "no_gate": "no gate\nat all",
-}
-"""Names of table 2's settings below their bars."""
 
 
 def _printed_by_method(values: pandas.Series) -> dict[str, float]:
     """The paper's values of each method, by kvlab's names; its own stands beside the sets that fill the budget."""
     known = values.to_dict()
-    names = {name: label for name, label in quality.LABELS.items() if name != "compilerkv"}
-    names["filled"] = quality.LABELS["compilerkv"]
-    return {name: known[label] for name, label in names.items() if label in known}
+    return {name: known[label] for name, label in quality.LABELS.items() if label in known}
 
 
 def _scores() -> pandas.DataFrame:
@@ -50,41 +40,31 @@ def _scores() -> pandas.DataFrame:
 
 
 def table_1(findings: Findings) -> Figure:
-    """What every method retains, and the gain of CompilerKV's filled sets on each rival, beside LongBench's averages;
-    diamonds: gated sets, squares: the twin with SnapKV's pooling and window.
+    """The gain of CompilerKV's filled sets on each rival, beside LongBench's averages; squares: its twin with SnapKV's
+    pooling and window, triangles: the authors' code.
 
     findings: of `quality.table_1`.
     """
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(18, 4.8), width_ratios=[11, 8, 8])
+    figure, axes = plt.subplots(1, 2, figsize=(13, 5))
     labels = {name: label.replace("KV", "-\nKV").replace("LLM", "-\nLLM") for name, label in quality.LABELS.items()}
-    labels |= {"compilerkv": "gated", "filled": "filled\nup", "twin": "SnapKV's\ntwin"}
-    plots.paper_beside_ours(
-        _printed_by_method(printed.retained(_scores())),
-        *plots.by_key(findings.frame(quality.RETAINED), "method"),
-        labels=labels,
-        ylabel="share of the full cache's",
-        title="Table 1: what is retained",
-        ours_label="attention kept here",
-        paper_label="paper: LongBench over FullKV's",
-        ax=left,
-    )
-    for ax, measure, title in ((middle, "kept", "gain in attention kept"), (right, "recall", "gain in recall")):
+    for ax, (measure, title) in zip(axes, {"kept": "attention kept", "recall": "recall"}.items(), strict=True):
         plots.paper_beside_ours(
             {name: 100 * gain for name, gain in _printed_by_method(printed.gains(_scores())).items()},
             *plots.by_key(at(findings.frame(quality.GAIN_FILLED), measure=measure), "rival", 100),
             labels=labels,
             ylabel="CompilerKV over the competitor, %",
-            title=f"Table 1: {title}",
-            ours_label="here, filled up",
+            title=f"Table 1: gain in {title}",
+            ours_label="here",
             paper_label="paper: LongBench",
             value_format="{:.1f}",
             ax=ax,
         )
+        published = at(findings.frame(quality.GAIN_PUBLISHED), measure=measure)
         _other_sets(
             ax,
             {
-                ("gated", "D", OTHERS): at(findings.frame(quality.GAIN), measure=measure),
                 ("SnapKV's twin", "s", plots.COLOURS[2]): at(findings.frame(quality.GAIN_TWIN), measure=measure),
+                ("the authors' code", "^", OTHERS): published.query("rival != 'twin'"),
             },
         )
         ax.axhline(0, color=AXIS, linewidth=1)
@@ -119,26 +99,25 @@ def _other_sets(ax: Axes, gains: Mapping[tuple[str, str, str], pandas.DataFrame]
 
 
 def figure_2(findings: Findings, entries: float) -> Figure:
-    """What every method keeps and recalls by budget, and how many entries the gate lets through.
+    """What every method keeps and recalls by budget.
 
     findings: of `quality.figure_2`; entries: the paper's budget in entries of the prompts here, where its diamonds
     stand.
     """
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.6))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6))
     curves = findings.frame(quality.AT_BUDGET)
     _curves(left, at(curves, measure="kept"), "share of the response's attention", "Figure 2: attention kept")
-    _curves(middle, at(curves, measure="recall"), "share of the gold top-k", "Recall")
+    _curves(right, at(curves, measure="recall"), "share of the gold top-k", "Recall")
     _paper_at(left, entries)
-    _through_the_gate(right, at(curves, measure="stored", method="compilerkv"))
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5)
     return figure
 
 
 def _curves(ax: Axes, curves: pandas.DataFrame, ylabel: str, title: str) -> None:
-    """A curve for each method, CompilerKV's filled sets with their interval, and dashed as the gate decides."""
+    """A curve for each method, CompilerKV's with its interval."""
     plots.lines(
-        curves.query("method in @SHOWN"),
+        curves,
         x="budget",
         y="value",
         hue="method",
@@ -151,8 +130,6 @@ def _curves(ax: Axes, curves: pandas.DataFrame, ylabel: str, title: str) -> None
     )
     ours = at(curves, method="filled").sort_values("budget")
     ax.fill_between(ours["budget"], ours["low"], ours["high"], color=OURS, alpha=0.18, linewidth=0)
-    gated = at(curves, method="compilerkv").sort_values("budget")
-    ax.plot(gated["budget"], gated["value"], "--", color=OURS, label=GATED)
     plots.doublings(ax, ours["budget"].tolist())
     if legend := ax.get_legend():
         legend.remove()
@@ -161,14 +138,14 @@ def _curves(ax: Axes, curves: pandas.DataFrame, ylabel: str, title: str) -> None
 def _paper_at(ax: Axes, entries: float) -> None:
     """The paper's averages over the full cache's, three of them named."""
     retained = _printed_by_method(printed.retained(_scores()))
-    for name, side in {"filled": -1, "h2o": -1, "streamingllm": 1}.items():
+    for name in ("filled", "h2o", "streamingllm"):
         ax.annotate(
-            quality.LABELS["compilerkv" if name == "filled" else name],
+            quality.LABELS[name],
             (entries, retained[name]),
-            xytext=(7 * side, 0),
+            xytext=(7, 0),
             textcoords="offset points",
             fontsize=8,
-            ha="left" if side > 0 else "right",
+            ha="left",
             va="center",
             color=AXIS,
         )
@@ -185,94 +162,33 @@ def _paper_at(ax: Axes, entries: float) -> None:
     )
 
 
-def _through_the_gate(ax: Axes, stored: pandas.DataFrame) -> None:
-    plots.estimates(
-        stored,
-        x="budget",
-        xlabel=BUDGET,
-        ylabel="entries stored of the prompt",
-        title="What CompilerKV's gate lets through",
-        ax=ax,
-    )
-    budgets = sorted(stored["budget"])
-    ax.plot(budgets, budgets, color=AXIS, linewidth=1, linestyle=":")
-    ax.annotate("the budget", (budgets[-1], budgets[-1]), ha="right", va="bottom", fontsize=9, color=AXIS)
-    plots.doublings(ax, budgets)
-    ax.set_yscale("log", base=2)
-    ax.set_yticks(budgets, [f"{budget:,}" for budget in budgets])
-
-
 # ------------------------------------------------------------------------------------------------------------ table 2
 
 
-def table_2(findings: Findings, entries: float) -> Figure:
-    """What is lost without each part, beside the paper's losses, and what each setting stores.
+def table_2(findings: Findings) -> Figure:
+    """What raw attention loses in place of the stabilised utility, beside the paper's loss.
 
-    findings: of `ablation.table_2`; entries: the budget.
+    findings: of `ablation.table_2`.
     """
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.6), width_ratios=[4, 4, 5])
-    lost = printed.parts(papers.figure("compilerkv", "table2")).to_dict()
-    losses = findings.frame(ablation.LOSS)
-    for ax, measure, label in ((left, "kept", "attention kept"), (middle, "recall", "recall")):
-        plots.paper_beside_ours(
-            {part: 100 * loss for part, loss in lost.items()},
-            *plots.by_key(_in_order(at(losses, measure=measure), list(PARTS)), "part", 100),
-            labels=PARTS,
-            ylabel="loss without the part, %",
-            title=f"Table 2: {label}",
-            ours_label=f"{label} here",
-            paper_label="paper: LongBench",
-            value_format="{:.1f}",
-            ax=ax,
-        )
-        ax.axhline(0, color=AXIS, linewidth=1)
-    stored = _in_order(findings.frame(ablation.STORED), ["full", *PARTS])
-    right.bar(
-        range(len(stored)),
-        stored["value"],
-        0.5,
-        color=OURS,
-        yerr=plots.spread(stored),
-        error_kw={"capsize": 3, "linewidth": 1.2},
+    figure, ax = plt.subplots(figsize=(7, 4.2))
+    names = {"kept": "attention kept", "recall": "recall", "error": "output error"}
+    lost = 100 * float(printed.parts(papers.figure("compilerkv", "table2"))["raw_attention"])
+    plots.paper_beside_ours(
+        dict.fromkeys(names, lost),
+        *plots.by_key(findings.frame(ablation.LOSS), "measure", 100),
+        labels=names,
+        ylabel="loss without the part, %",
+        title="Table 2: raw attention for the stabilised utility",
+        ours_label="here",
+        paper_label="paper: LongBench",
+        value_format="{:.1f}",
+        ax=ax,
     )
-    right.axhline(entries, color=AXIS, linewidth=1, linestyle=":")
-    names = {"full": "Compiler-\nKV", **PARTS}
-    right.set_xticks(range(len(stored)), [names[part] for part in stored["part"]])
-    right.set(ylabel="entries stored of the prompt", title="What each stores; dotted: the budget")
+    ax.axhline(0, color=AXIS, linewidth=1)
     return figure
-
-
-def _in_order(table: pandas.DataFrame, parts: Sequence[str]) -> pandas.DataFrame:
-    """The rows of these parts, in this order, without parts that were not measured."""
-    return table.query("part in @parts").sort_values("part", key=lambda column: column.map(parts.index))
 
 
 # ------------------------------------------------------------------------------------------------- behind the tables
-
-
-def thresholds(admitted: pandas.DataFrame) -> Figure:
-    """The thresholds that would let exactly the budget pass, and those of the tables.
-
-    admitted: of `thresholds.admitted`.
-    """
-    figure, ax = plt.subplots(figsize=(8, 4.2))
-    needed = admitted.pivot_table(index="layer", columns="document", values="needed")
-    ax.fill_between(needed.index, needed.min(axis=1), needed.max(axis=1), alpha=0.2, color=OURS)
-    ax.plot(needed.median(axis=1), marker="o", color=OURS, label="would let exactly the budget pass")
-    positive = admitted.query("threshold > 0")
-    ax.scatter(
-        positive["layer"],
-        positive["threshold"],
-        marker="_",
-        s=60,
-        color=OTHERS,
-        label="the table's, for each document",
-    )
-    ax.set_yscale("log")
-    ax.set(xlabel="layer", ylabel="threshold, relative to the largest score", title="Which thresholds matter")
-    ax.set_ylim(top=2)
-    ax.legend()
-    return figure
 
 
 def steps_to_snapkv(findings: Findings, shares: Sequence[float]) -> Figure:

@@ -64,7 +64,8 @@ def keep(folder: Path, model: str | Sequence[str] | None = None, profile: str | 
     """Write the ledger of every model as FOLDER/MODEL.csv, a line for each claim and profile, whole or not at all.
 
     What the store has not measured, with the profile of a line, stays as FOLDER has it, with what it says of its run;
-    what it has measured is replaced. Lines of claims that no longer exist are dropped.
+    what it has measured is replaced. Lines of claims that no longer exist are dropped, and those of claims that no
+    experiment measures any more give no number.
 
     Columns: claim, finding, verdict, value, low, high, power, why, model; and of the run that they come from its
     profile, signature, commit (with `+changes` where files differed from it), machine and seconds, the number of the
@@ -105,6 +106,15 @@ def _merged(path: Path, sweeps: Iterable[Sequence[Entry]]) -> Kept:
     findings = {claim.id: finding(claim) for claim in claims()}
     order = list(findings)
     lines = {key: line for key, line in before.items() if key[0] in order}
+    untested = {claim.id: claim.untested for claim in claims() if claim.untested}
+    for key in [key for key in lines if key[0] in untested and key[1]]:  # an experiment that measured it has ended
+        told = {
+            "claim": key[0],
+            "verdict": papers.UNMEASURED,
+            "why": untested[key[0]],
+            "model": lines.pop(key)["model"],
+        }
+        lines[key[0], ""] = dict.fromkeys(COLUMNS, "") | told
     for judged in sweeps:
         for entry, line in zip(judged, _new_lines(judged), strict=True):
             key = line["claim"], line["profile"]

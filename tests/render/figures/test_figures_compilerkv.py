@@ -9,14 +9,13 @@ from support import compilerkv, drawing
 from support.compilerkv import BUDGETS, HEADS, LAYERS, PROMPT, SHARE, SHARES, TRACES, tables
 
 from kvlab import papers
-from kvlab.analyses.compilerkv import ablation, printed, quality, theorem, thresholds
-from kvlab.render import theme
+from kvlab.analyses.compilerkv import printed, quality, theorem
 from kvlab.render.figures import compilerkv as draw
 from kvlab.render.figures import plots
 
 pytestmark = pytest.mark.usefixtures("headless")
 
-BLUE, ORANGE = plots.COLOURS[:2]
+BLUE = plots.COLOURS[0]
 
 
 @pytest.fixture
@@ -26,78 +25,50 @@ def found():
 
 def paper(values):
     """What the paper prints of the methods that are drawn, in their order."""
-    return [values[quality.LABELS[name]] for name in ("compilerkv", *quality.RIVALS) if quality.LABELS[name] in values]
+    return [values[quality.LABELS[name]] for name in ("filled", *quality.RIVALS) if quality.LABELS[name] in values]
 
 
 def test_table_1_has_the_paper_beside_every_method(found):
     figure = draw.table_1(found["table_1"])
-    left, middle, right = figure.axes
     scores = papers.figure("compilerkv", "table1")
-    assert drawing.bars(left, plots.PAPER) == pytest.approx(paper(printed.retained(scores)))
-    retained = found["table_1"].frame(quality.RETAINED)
-    assert drawing.bars(left, BLUE) == pytest.approx(retained["value"].tolist()) and len(retained) == 9
-    assert drawing.ticks(left)[:3] == ["gated", "filled\nup", "Dynamic-\nKV"]
-    for ax, measure in ((middle, "kept"), (right, "recall")):
+    assert len(figure.axes) == 2
+    for ax, measure in zip(figure.axes, ("kept", "recall"), strict=True):
         gains = {
             kind: [100 * found["table_1"].metrics[f"{kind}/{measure}/{rival}"] for rival in quality.RIVALS]
-            for kind in ("gain", "gain_filled", "gain_twin")
+            for kind in ("gain_published", "gain_filled", "gain_twin")
         }
         assert drawing.bars(ax, plots.PAPER) == pytest.approx([100 * gain for gain in paper(printed.gains(scores))])
         assert drawing.bars(ax, BLUE) == pytest.approx(gains["gain_filled"])
-        for marker, kind in (("D", "gain"), ("s", "gain_twin")):
+        for marker, kind in (("^", "gain_published"), ("s", "gain_twin")):
             (marks,) = [line for line in ax.lines if line.get_marker() == marker]
             assert list(marks.get_ydata()) == pytest.approx(gains[kind])
-        assert drawing.legend(ax) == ["paper: LongBench", "here, filled up", "gated", "SnapKV's twin"]
+        assert drawing.legend(ax) == ["paper: LongBench", "here", "SnapKV's twin", "the authors' code"]
+        assert drawing.ticks(ax)[0] == "Dynamic-\nKV"
 
 
 def test_figure_2_has_a_curve_for_each_method_and_the_papers_averages_at_its_share(found):
     figure = draw.figure_2(found["figure_2"], SHARE * PROMPT)
-    left, middle, right = figure.axes
-    for ax, measure in ((left, "kept"), (middle, "recall")):
+    left, right = figure.axes
+    for ax, measure in ((left, "kept"), (right, "recall")):
         curves = drawing.curves(ax)
-        assert set(curves) == {"CompilerKV, gated", *(quality.LABELS[name] for name in ("filled", *quality.RIVALS))}
+        assert set(curves) == {quality.LABELS[name] for name in ("filled", *quality.RIVALS)}
         expected = [found["figure_2"].metrics[f"{measure}/h2o/{budget}"] for budget in BUDGETS]
         assert curves["H2O"] == (list(BUDGETS), pytest.approx(expected))
         assert drawing.ticks(ax) == [str(budget) for budget in BUDGETS]
-    dashed = next(line for line in left.lines if line.get_linestyle() == "--")
-    assert dashed.get_label() == "CompilerKV, gated" and dashed.get_color() == theme.look("compilerkv").colour
     diamonds = left.collections[-1].get_offsets()
     assert np.allclose(diamonds[:, 0], 72)
     assert diamonds[:, 1].tolist() == pytest.approx(paper(printed.retained(papers.figure("compilerkv", "table1"))))
-    stored = [found["figure_2"].metrics[f"stored/compilerkv/{budget}"] for budget in BUDGETS]
-    assert list(right.lines[0].get_ydata()) == pytest.approx(stored)
-    assert {"CompilerKV, filled up", "paper, table 1: LongBench over FullKV's"} <= set(drawing.legend(figure))
+    assert {"CompilerKV", "paper, table 1: LongBench over FullKV's"} <= set(drawing.legend(figure))
 
 
-def test_table_2_has_the_papers_losses_and_what_each_setting_stores(found):
-    figure = draw.table_2(found["table_2"], 300)
-    left, middle, right = figure.axes
-    lost = printed.parts(papers.figure("compilerkv", "table2"))
-    parts = ["no_head_table", "static_threshold", "raw_attention"]
-    for ax, measure in ((left, "kept"), (middle, "recall")):
-        assert drawing.bars(ax, plots.PAPER) == pytest.approx([100 * lost[part] for part in parts])
-        ours = [100 * found["table_2"].metrics[f"ablation/{measure}/{part}"] for part in [*parts, "no_gate"]]
-        assert drawing.bars(ax, BLUE) == pytest.approx(ours)
-    stored = [found["table_2"].metrics[f"ablation/stored/{part}"] for part in ["full", *parts, "no_gate"]]
-    assert drawing.bars(right) == pytest.approx(stored)
-    assert drawing.ticks(right)[0] == "Compiler-\nKV" and [300, 300] in [list(line.get_ydata()) for line in right.lines]
-
-
-def test_without_tables_what_is_there_is_drawn():
-    traces = TRACES[:1]
-    left, middle, _ = draw.table_1(quality.table_1(traces, None, SHARE)).axes
-    assert len(drawing.bars(left, BLUE)) == 9
-    assert drawing.legend(middle) == ["paper: LongBench", "here, filled up", "gated", "SnapKV's twin"]
-    left, _, right = draw.table_2(ablation.table_2(traces, None, SHARE), 72).axes
-    assert drawing.ticks(left) == ["raw\nattention"] and len(drawing.bars(right)) == 2
-
-
-def test_thresholds_are_drawn_by_layer():
-    admitted = thresholds.admitted(TRACES, tables(), SHARE)
-    (ax,) = draw.thresholds(admitted).axes
-    median = admitted.groupby("layer")["needed"].median()
-    assert list(ax.lines[0].get_ydata()) == pytest.approx(median.tolist())
-    assert len(ax.collections[-1].get_offsets()) == (admitted["threshold"] > 0).sum() == 3 * LAYERS
+def test_table_2_has_the_papers_loss_beside_each_measure(found):
+    (ax,) = draw.table_2(found["table_2"]).axes
+    lost = 100 * printed.parts(papers.figure("compilerkv", "table2"))["raw_attention"]
+    assert drawing.bars(ax, plots.PAPER) == pytest.approx([lost] * 3)
+    measures = ("kept", "recall", "error")
+    ours = [100 * found["table_2"].metrics[f"ablation/{measure}/raw_attention"] for measure in measures]
+    assert drawing.bars(ax, BLUE) == pytest.approx(ours)
+    assert drawing.ticks(ax) == ["attention kept", "recall", "output error"]
 
 
 def test_the_steps_to_snapkv_by_share_by_layer_and_by_head(found):

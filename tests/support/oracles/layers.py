@@ -349,6 +349,31 @@ def oracle_compilerkv(
     return kept
 
 
+def oracle_compilerkv_published(queries, keys, values, prompt_length, budget, window=64, heads=None):
+    """As the authors' code runs: their budgets over layers, and one set for all heads of a layer by the weighted mean.
+
+    `heads` [layers][heads]: weights of the query heads; None weighs all alike.
+    """
+    if prompt_length <= budget:
+        return everything(keys, prompt_length)
+    layers, n_heads, older = len(queries), len(queries[0]), prompt_length - window
+    by_head, mean = [], []
+    for layer in range(layers):
+        attention, _ = window_attention(queries[layer], keys[layer], prompt_length, window)
+        rows = []
+        for head in range(n_heads):
+            seen = [sum(attention[head][at][token] for at in range(window)) for token in range(older)]
+            weight = 1.0 if heads is None else heads[layer][head]
+            rows.append([weight * score for score in averaged(seen, 7)])
+        by_head.append(rows)
+        mean.append([sum(row[token] for row in rows) / n_heads for token in range(older)])
+    shares = dynamickv_shares(by_head, prompt_length, budget, window, reach=10)
+    return [
+        best_and_window([row], share, window, prompt_length) * len(layer)
+        for row, share, layer in zip(mean, shares, keys)
+    ]
+
+
 # SnapKV, a set for every query head
 
 
