@@ -19,6 +19,10 @@ from kvlab.lib.intervals import bounded
 Answers = dict[str, list[dict[str, Any]]]
 """Task -> its predictions, in LongBench's order of tasks."""
 
+Points = Sequence[float]
+Pairs = dict[str, list[tuple[int, int]]]
+"""Task -> the places of two answers to one prompt, in the first set and in the second."""
+
 RESAMPLES = 10_000
 MEAN = "mean"
 """What the row over all tasks is called."""
@@ -128,7 +132,7 @@ def score_set(answers: Answers, advance: Advance | None = None) -> dict[str, lis
     return found
 
 
-def summary(points: Mapping[str, Sequence[float]]) -> list[Scored]:
+def summary(points: Mapping[str, Points]) -> list[Scored]:
     """A row for each task, and one of the mean over tasks, whose interval comes from a bootstrap over prompts."""
     rows = []
     for task, values in points.items():
@@ -142,8 +146,16 @@ def summary(points: Mapping[str, Sequence[float]]) -> list[Scored]:
 def compare(first: Answers, second: Answers, advance: Advance | None = None) -> list[Compared]:
     """The first set less the second, task by task over the prompts of both, and the mean over these tasks.
 
-    Prompts are matched by the field `index`, and by their order where a task has none. The row of the mean counts tasks
-    as its `n`.
+    Raises:
+        KvlabError: as `matched` and `score_set`.
+    """
+    pairs = matched(first, second)
+    points = [score_set({task: answers[task] for task in pairs}, advance) for answers in (first, second)]
+    return paired(pairs, *points)
+
+
+def matched(first: Answers, second: Answers) -> Pairs:
+    """The answers of two sets to the same prompts: by the field `index`, by their order where a task has none.
 
     Raises:
         KvlabError: no task is in both, prompts cannot be matched, or matched prompts have other reference answers.
@@ -151,26 +163,28 @@ def compare(first: Answers, second: Answers, advance: Advance | None = None) -> 
     pairs = {task: _pairs(task, first[task], second[task]) for task in first if task in second}
     if not pairs:
         raise KvlabError("the two sets have no task in common")
+    return pairs
+
+
+def paired(pairs: Pairs, first: Mapping[str, Points], second: Mapping[str, Points]) -> list[Compared]:
+    """The rows of `compare`, of scores by `score_set`. The row of the mean counts tasks as its `n`."""
     rows, draws = [], []
-    mine = score_set({task: [one for one, _ in found] for task, found in pairs.items()}, advance)
-    others = score_set({task: [other for _, other in found] for task, found in pairs.items()}, advance)
-    for task in pairs:
-        one, other = np.asarray(mine[task]), np.asarray(others[task])
-        drawn = _resampled(task, one - other)
+    for task, found in pairs.items():
+        one = np.asarray([first[task][at] for at, _ in found])
+        other = np.asarray([second[task][at] for _, at in found])
+        draws.append(_resampled(task, one - other))
         means = [100 * float(values.mean()) for values in (one, other, one - other)]
-        rows.append(Compared(task, len(one), *means, *_ends(100 * drawn)))
-        draws.append(drawn)
+        rows.append(Compared(task, len(found), *means, *_ends(100 * draws[-1])))
     middle = [float(np.mean([getattr(row, name) for row in rows])) for name in ("first", "second", "difference")]
     return [*rows, Compared(MEAN, len(rows), *middle, *_ends(100 * np.mean(draws, axis=0)))]
 
 
-def _pairs(task: str, first: list[dict], second: list[dict]) -> list[tuple[dict, dict]]:
+def _pairs(task: str, first: list[dict], second: list[dict]) -> list[tuple[int, int]]:
     by_index = [_by_index(task, each) for each in (first, second)]
     if all(by_index):
-        shared = [index for index in by_index[0] if index in by_index[1]]
-        found = [(by_index[0][index], by_index[1][index]) for index in shared]
+        found = [(at, by_index[1][index]) for index, at in by_index[0].items() if index in by_index[1]]
     elif len(first) == len(second):
-        found = list(zip(first, second, strict=True))
+        found = [(at, at) for at in range(len(first))]
     else:
         raise KvlabError(
             f"{task} has {len(first)} answers in one set and {len(second)} in the other, and no field 'index' that "
@@ -178,17 +192,18 @@ def _pairs(task: str, first: list[dict], second: list[dict]) -> list[tuple[dict,
         )
     if not found:
         raise KvlabError(f"{task}: no 'index' is in both sets")
-    for number, (one, other) in enumerate(found, 1):
-        if one["answers"] != other["answers"]:
+    for at, other in found:
+        if first[at]["answers"] != second[other]["answers"]:
             raise KvlabError(
-                f"{task}, pair {number}: the reference answers differ, so that the prompts are not the same"
+                f"{task}, predictions {at + 1} and {other + 1}: the reference answers differ, so that the prompts are "
+                "not the same"
             )
     return found
 
 
-def _by_index(task: str, predictions: list[dict]) -> dict[Any, dict]:
-    """Index -> prediction; empty where one has none."""
-    found = {str(each["index"]): each for each in predictions if each.get("index") is not None}
+def _by_index(task: str, predictions: list[dict]) -> dict[str, int]:
+    """Index -> the place of its prediction; empty where none has an index."""
+    found = {str(each["index"]): at for at, each in enumerate(predictions) if each.get("index") is not None}
     if len(found) < len(predictions) and len(found) != 0:
         raise KvlabError(f"{task}: an 'index' is missing or stands twice")
     return found

@@ -100,7 +100,11 @@ def test_a_folder_without_answers_is_refused(tmp_path, name, record, match):
         ({"qasper": [answer("x")]}, {"qasper": [answer("x")] * 2}, "1 answers in one set and 2 in the other"),
         ({"qasper": [answer("x", index=1)]}, {"qasper": [answer("x", index=2)]}, "no 'index' is in both"),
         ({"qasper": [answer("x", index=1)] * 2}, {"qasper": [answer("x", index=1)]}, "is missing or stands twice"),
-        ({"qasper": [answer("x")]}, {"qasper": [answer("x", "Rome")]}, "pair 1: the reference answers differ"),
+        (
+            {"qasper": [answer("x")]},
+            {"qasper": [answer("x", "Rome")]},
+            "predictions 1 and 1: the reference answers differ",
+        ),
         ({"trec": [answer("x")]}, {"trec": [answer("x")]}, "trec, prediction 1: .* needs 'all_classes'"),
     ],
 )

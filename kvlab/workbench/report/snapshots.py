@@ -27,6 +27,7 @@ from kvlab.workbench.report.ledger import (
     names,
     profiles,
     refuse,
+    set_q,
     side_by_side,
 )
 from kvlab.workbench.report.ledger_models import Subject, remarks, subjects
@@ -213,10 +214,12 @@ def _read(path: Path) -> list[Entry]:
     if unknown := {name for name, _ in lines} - known.keys():
         raise KvlabError(f"{path}: {nearest(min(unknown), known, 'claim')}")
     model = next((line["model"] for line in lines.values() if line["model"]), path.stem)
-    return [
+    found = [
         Entry(known[name], _verdict(line), None, model, _origin(line) if _knows(line) else None)
         for (name, _), line in sorted(lines.items(), key=lambda pair: thoroughness(pair[0][1]))
     ]
+    set_q(found)
+    return found
 
 
 def _origin(line: Line) -> Origin:
