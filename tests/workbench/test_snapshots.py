@@ -48,6 +48,16 @@ def test_q_is_computed_on_reading_among_the_tests_of_a_profile(project):
     assert "q" not in pandas.read_csv(KEPT / "smollm2-135m.csv").columns
 
 
+def test_a_quick_line_of_what_only_the_full_profile_measures_is_not_read(tmp_path):
+    """As of a claim that the quick profile measured once, in another regime."""
+    name = "morphkv.table5.same_tokens"
+    frame = pandas.read_csv(KEPT / "smollm2-135m.csv", dtype=str, keep_default_na=False)
+    line = frame[(frame["claim"] == name) & (frame["profile"] == "full")]
+    pandas.concat([line.assign(profile="quick"), frame[frame["claim"] != name]]).to_csv(tmp_path / "a.csv", index=False)
+    entry = next(entry for entry in snapshots.read(tmp_path / "a.csv") if entry.claim.id == name)
+    assert entry.state == "not measured" and entry.full_only
+
+
 def test_nothing_measured_is_nothing_kept(project, tmp_path):
     with pytest.raises(KvlabError, match="no experiment has finished yet"):
         snapshots.keep(tmp_path / "ledger")
