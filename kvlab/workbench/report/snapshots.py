@@ -125,8 +125,7 @@ def _merged(path: Path, sweeps: Iterable[Sequence[Entry]]) -> Kept:
 
 
 def _rests(claim: papers.Claim, profile: str) -> bool:
-    """Whether a claim may rest on a run of the profile: a quick one measured another thing before the full one was asked
-    for."""
+    """Whether a claim may rest on a run of the profile. A quick line of a claim that asks for the full one is older."""
     return claim.profile != "full" or profile != "quick"
 
 
