@@ -190,7 +190,10 @@ def _ledger() -> str:
         verdict = entry.verdict
         ends = "" if verdict.low is None or verdict.high is None else f" ({verdict.low:.3g} to {verdict.high:.3g})"
         value = "" if verdict.value is None else f"<br>{verdict.value:.3g}{ends}"
-        said = f"<b>{html.escape(entry.state)}</b>{value}{flips(entry)}"
+        many = (
+            f'<br><em title="q = {entry.q:.2g} among all directions tested">many claims</em>' if entry.by_chance else ""
+        )
+        said = f"<b>{html.escape(entry.state)}</b>{value}{flips(entry)}{many}"
         if verdict.why:
             said = f"<details><summary>{said}</summary><small>{html.escape(verdict.why)}</small></details>"
         return f'<td data-head="{html.escape(model)}">{said}</td>'

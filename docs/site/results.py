@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvlab import papers
 from kvlab.inputs.models import DEFAULT
+from kvlab.papers import many_claims
 from kvlab.workbench.report import model_agreement, model_trends, snapshots, stability
 from kvlab.workbench.report.ledger import STATES, Entry, Tally, by_model, by_paper
 from kvlab.workbench.report.ledger_models import Subject, subjects
@@ -80,11 +81,19 @@ def _counts(default: Sequence[Entry], both: Sequence[tuple[Entry, Entry]]) -> st
             ["recomputed claims that print as the papers say", tally.met("recomputed")],
             ["claims that are questions of ours", tally.questions.total()],
             [
+                "decided directions that do not survive at 5 % among all that were tested",
+                f"{sum(entry.by_chance for entry in default)} of {sum(_decided(entry) for entry in default)}",
+            ],
+            [
                 "claims with another verdict in the full profile than in the quick one",
                 f"{sum(quick.state != full.state for quick, full in both)} of {len(both)}",
             ],
         ],
     )
+
+
+def _decided(entry: Entry) -> bool:
+    return entry.q is not None and entry.state in many_claims.DECIDED
 
 
 def _quoted(default: Sequence[Entry]) -> str:

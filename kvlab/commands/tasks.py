@@ -1,8 +1,7 @@
-"""Tasks: eval, lm-eval, score."""
+"""Tasks: eval, lm-eval."""
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -176,36 +175,3 @@ def lm_eval_(context: typer.Context) -> None:
         harness.cli_evaluate()
     finally:
         sys.argv = argv
-
-
-@app.command("score", epilog="Example:   kvlab score qasper predictions/qasper.jsonl")
-def score_(
-    task: Annotated[str, typer.Argument(help="A LongBench task, such as qasper or trec.")],
-    file: Annotated[Path, typer.Argument(help='JSONL with {"pred", "answers", "all_classes"} on each line.')],
-) -> None:
-    """Score LongBench predictions of any model with LongBench's metric; prints JSON, scores in percent."""
-    from kvlab import scores
-
-    rule = scores.convention(task)
-    points = scores.score_each(task, scores.read_predictions(file))
-    from kvlab import __version__
-    from kvlab.lib.intervals import interval
-
-    # Of a few answers the interval reaches further than scores do.
-    low, high = (round(100 * min(max(end, 0), 1), 2) for end in interval(points))
-    typer.echo(
-        json.dumps(
-            {
-                "task": task,
-                "score": scores.percent(points),
-                "n": len(points),
-                "low": low,
-                "high": high,
-                "metric": rule.metric.__name__,
-                "first_line": rule.first_line,
-                "file": str(file),
-                "kvlab": __version__,
-            },
-            ensure_ascii=False,
-        )
-    )

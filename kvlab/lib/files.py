@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import json
 import os
 import re
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,16 @@ from kvlab.lib.addresses import without_password
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file, without a byte order mark.
+    """The text of a UTF-8 file, without a byte order mark; that of a gzip file if its name ends in `.gz`.
 
     Raises KvlabError where it cannot be read, or is no such text.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+        return text.replace("\r\n", "\n").replace("\r", "\n")  # as a file that is read as text
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise KvlabError(f"{path} is no whole gzip file: {error}") from error
     except UnicodeDecodeError as error:
         raise KvlabError(f"{path} is not UTF-8 text (byte {error.start} cannot be read); convert it") from error
     except (OSError, ValueError) as error:  # a name with a NUL is a ValueError

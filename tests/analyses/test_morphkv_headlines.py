@@ -78,3 +78,25 @@ def test_two_rows_of_table_7_end_in_their_sixth_criterion():
 def test_table_2_is_worse_in_three_cells_of_fifteen():
     assert headlines.table_2().metrics["table2/share_not_worse"] == pytest.approx(12 / 15)
     assert verdict("table2.generally") == "holds"
+
+
+def test_the_logs_of_multinews_agree_with_the_text_on_snapkv_alone():
+    assert headlines.logged_sizes().metrics == {"figure9/multinews/snapkv": 1.89, "figure9/multinews/morphkv": 0.6}
+    assert verdict("figure9.multinews_snapkv") == "holds"
+    assert verdict("figure9.multinews_morphkv") == "fails"
+
+
+def test_max_fusion_is_ahead_on_the_six_tasks_that_the_text_names():
+    found = headlines.table_4()
+    gains = [14.9 / 14.6 - 1, 0, 8.0 / 7.9 - 1, 97.6 / 96.9 - 1, 23.5 / 22.9 - 1, 0]
+    assert found.metrics["table4/max_over_sum/six"] == pytest.approx(sum(gains) / 6)
+    assert found.metrics["table4/max_over_sum/largest"] == pytest.approx(23.5 / 22.9 - 1)
+    assert found.metrics["table4/max_over_sum/largest/inputs"] == pytest.approx(23.55 / 22.85 - 23.5 / 22.9)
+
+
+def test_what_a_window_of_200_changes_in_table_6():
+    found = headlines.table_6().metrics
+    assert found["table6/average/least"] == found["table6/average/least_of_two"] == 2
+    assert found["table6/completion_rate/most"] == 1
+    higher = [True, True, False, False, True, True, True, True, False]  # Llama, Mistral, Qwen: once, range, periodic
+    assert found["table6/kinds/share_higher"] == pytest.approx(sum(higher) / 9)

@@ -12,7 +12,7 @@ from support.spread import students
 
 import kvlab
 from kvlab import papers
-from kvlab.analyses.morphkv import headlines, printed, responses, sizes, windows
+from kvlab.analyses.morphkv import headlines, printed, rescored, responses, sizes, windows
 from kvlab.core.geometry import Geometry
 from kvlab.errors import KvlabError
 
@@ -209,7 +209,7 @@ def test_every_claim_of_the_responses_is_about_something_found(random_traces, in
         sizes.printed_sizes(),
         printed.long_responses(),
         printed.long_contexts(),
-        printed.rescored(None),
+        rescored.table_3(),
         *headlines.everything(),
     ]
     assert len(papers.claims("morphkv_long_responses", paper="morphkv")) > 20

@@ -87,6 +87,16 @@ def test_a_window_beyond_the_captured_queries_is_refused(tiny):
         windows.window_ablation([windowed], windows=(2, 11), capacities=(20,))
 
 
+def test_fusions_after_a_short_prompt_are_compared_only_where_prompts_fit(random_traces):
+    lengths = {trace.prompt_length for trace in random_traces}
+    small, large = min(lengths) - 1, max(lengths) + 1
+    found = windows.window_ablation(random_traces, windows=(4,), capacities=(small, large)).metrics
+    assert f"gain/mass_lost/w4/c{small}/max_to_sum" in found
+    assert f"gain/mass_lost/w4/c{small}/short_prompt/max_to_sum" not in found
+    short = f"gain/mass_lost/w4/c{large}/short_prompt/max_to_sum"
+    assert found[short] == found[short.replace("short_prompt/", "")]
+
+
 def test_windows_that_leave_no_room_are_passed_over(random_traces):
     found = windows.window_ablation(random_traces, windows=(4, 16, 40), capacities=(16, 32), fusions=("max",))
     means = found.frame(windows.MEAN).query("measure == 'mass_lost'")

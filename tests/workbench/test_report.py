@@ -34,6 +34,7 @@ COLUMNS = [
     "kind",
     "finding",
     "power",
+    "q",
     "machine",
     "why",
 ]

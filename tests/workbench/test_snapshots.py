@@ -11,6 +11,7 @@ from support.report_pages import CLAIM
 from support.runs import job
 
 from kvlab.errors import KvlabError
+from kvlab.papers import many_claims
 from kvlab.workbench.report import page as report
 from kvlab.workbench.report import snapshots
 from kvlab.workbench.report.ledger import Tally, entries
@@ -30,6 +31,31 @@ def test_a_kept_ledger_reads_as_the_store_does(project, tmp_path):
         assert ours.verdict.verdict == theirs.verdict.verdict and ours.verdict.why == theirs.verdict.why
         assert ours.verdict.value == (None if theirs.verdict.value is None else pytest.approx(theirs.verdict.value))
     assert Tally.of(again) == Tally.of(fresh)
+
+
+def test_q_is_computed_on_reading_among_the_tests_of_a_profile(project):
+    """Lines of a kept file, which has no column for it: all that a profile tested count, on one model."""
+    found = snapshots.every(KEPT, "smollm2-135m")
+    for profile in ("quick", "full"):
+        mine = [entry for entry in found if entry.profile == profile]
+        tested = [entry for entry in mine if entry.q is not None]
+        # The largest q of all is the largest p: no other test is behind it.
+        largest = max(many_claims.p_value(entry.claim, entry.verdict) for entry in tested)
+        assert len(tested) > 100 and max(entry.q for entry in tested) == pytest.approx(largest)
+        assert all(entry.q >= many_claims.p_value(entry.claim, entry.verdict) - 1e-12 for entry in tested)
+        assert {entry.claim.kind for entry in tested} == {"finding", "question"}
+    assert {entry.state for entry in found if entry.by_chance} <= set(many_claims.DECIDED)
+    assert "q" not in pandas.read_csv(KEPT / "smollm2-135m.csv").columns
+
+
+def test_a_quick_line_of_what_only_the_full_profile_measures_is_not_read(tmp_path):
+    """As of a claim that the quick profile measured once, in another regime."""
+    name = "morphkv.table5.same_tokens"
+    frame = pandas.read_csv(KEPT / "smollm2-135m.csv", dtype=str, keep_default_na=False)
+    line = frame[(frame["claim"] == name) & (frame["profile"] == "full")]
+    pandas.concat([line.assign(profile="quick"), frame[frame["claim"] != name]]).to_csv(tmp_path / "a.csv", index=False)
+    entry = next(entry for entry in snapshots.read(tmp_path / "a.csv") if entry.claim.id == name)
+    assert entry.state == "not measured" and entry.full_only
 
 
 def test_nothing_measured_is_nothing_kept(project, tmp_path):

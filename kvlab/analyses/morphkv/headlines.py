@@ -1,4 +1,4 @@
-"""MorphKV's headlines beside its own figures: memory from the printed bars, figures 2b and 9b, tables 1, 2 and 7.
+"""MorphKV's headlines beside its own figures: memory from the printed bars, figures 2b and 9, tables 1, 2, 4, 6 and 7.
 
 No model runs for any of it: each number follows from what the paper prints, or from a stated setting and the published
 shape of a model.
@@ -12,7 +12,7 @@ import pandas as pd
 
 from kvlab import papers, scores
 from kvlab.analyses.findings import Findings
-from kvlab.analyses.morphkv import sizes
+from kvlab.analyses.morphkv import printed, sizes
 
 BARS = {"longwriter": "figure 6", "longgenbench": "figure 8"}
 """The benchmarks with long responses, and where their cache sizes are drawn."""
@@ -30,6 +30,13 @@ SIXTH = "table7/mean_of_six/{model}"
 RELEVANCE = "table7/relevance_over_h2o/least"
 MOST_OVER = "table1/most_over_{which}"
 NOT_WORSE = "table2/share_not_worse"
+LOGGED = "figure9/multinews/{method}"
+MAX_AHEAD = "table4/max_over_sum/{which}"
+MAX_AHEAD_INPUTS = "table4/max_over_sum/{which}/inputs"
+WIDER = "table6/{what}/{which}"
+
+FOCUSED = ("2wmqa", "mnews", "pcnt", "prt", "qms", "tqa")
+"""The data sets that section 6.1.1 names as those that ask for max fusion."""
 
 DIGIT = 0.05
 """Half of the last digit of a score that is printed with one decimal."""
@@ -44,11 +51,11 @@ def memory() -> Findings:
         LongBench `figure9b/saving/no_answer` and `figure9b/saving/longest_answer`, whose SnapKV keeps the answer
         besides.
     """
-    printed = papers.figure("morphkv", "sizes").pivot(index="benchmark", columns="method", values="ratio")
+    bars = papers.figure("morphkv", "sizes").pivot(index="benchmark", columns="method", values="ratio")
     findings, rows = Findings(pd.DataFrame()), []
     for method in ("h2o", "snapkv"):
         for benchmark in BARS:
-            own, other = printed.loc[benchmark, "morphkv"], printed.loc[benchmark, method]
+            own, other = bars.loc[benchmark, "morphkv"], bars.loc[benchmark, method]
             saving = 1 - own / other
             findings.set(SAVING_FROM_BARS, saving, method=method, benchmark=benchmark)
             rows.append(
@@ -60,7 +67,7 @@ def memory() -> Findings:
                     "saving": saving,
                 }
             )
-    longbench = printed.loc["longbench"]
+    longbench = bars.loc["longbench"]
     for method, size in {"snapkv": longbench["snapkv"], "full": 1.0}.items():
         findings.set(OVER_MORPHKV, size / longbench["morphkv"], method=method)
     for end, answer in {"no_answer": 0.0, "longest_answer": sizes.answer_length()}.items():
@@ -176,10 +183,73 @@ def table_2() -> Findings:
     return findings
 
 
-NAMES = ("memory", "figure_2b", "choices_at_1_percent", "table_2", "table_7")
+def logged_sizes() -> Findings:
+    """Figure 9a's text on MultiNews beside the authors' published logs: sizes as shares of the full cache's.
+
+    Returns:
+        Table with columns method, stated, logged; metrics `figure9/multinews/snapkv`, `figure9/multinews/morphkv`.
+    """
+    findings = Findings(papers.figure("morphkv", "logs"))
+    for row in findings.table.to_dict("records"):
+        findings.set(LOGGED, row["logged"], method=row["method"])
+    return findings
+
+
+def table_4() -> Findings:
+    """Table 4: max fusion over sum fusion on the task that the text names, and on the six that ask for it.
+
+    Returns:
+        Table with columns task, gain (of max over sum, relative); metrics `table4/max_over_sum/largest` (of all tasks)
+        and `table4/max_over_sum/six` (mean of the six), each with what the rounding of printed scores may move it by
+        as `/inputs`.
+    """
+    rows: Any = papers.figure("morphkv", "table4").set_index("task")
+    gains = rows["max"] / rows["sum"] - 1
+    findings = Findings(gains.rename("gain").reset_index())
+    for which, tasks in {"largest": [gains.idxmax()], "six": list(FOCUSED)}.items():
+        part = rows.loc[tasks]
+        findings.set(MAX_AHEAD, gains.loc[tasks].mean(), which=which)
+        findings.set(MAX_AHEAD_INPUTS, printed.rounding(part["max"], part["sum"]), which=which)
+    return findings
+
+
+def table_6() -> Findings:
+    """Table 6: what a window of 200 changes in each score, in points.
+
+    Returns:
+        Table with columns model, what, change; metrics `table6/average/least` (of the models' average accuracies),
+        `table6/average/least_of_two` (of Llama and Mistral, which the text names), `table6/completion_rate/most` (the
+        largest change, in either direction) and `table6/kinds/share_higher` (of the three kinds of accuracy by three
+        models).
+    """
+    long = papers.figure("morphkv", "table6").melt(["model", "window"], var_name="what", value_name="score")
+    wide: Any = long.pivot(index=["model", "what"], columns="window", values="score")
+    change = (wide[200] - wide[32]).rename("change").reset_index()
+    findings = Findings(change)
+    average = change.query("what == 'average'").set_index("model")["change"]
+    findings.set(WIDER, average.min(), what="average", which="least")
+    findings.set(WIDER, average.loc[["Llama", "Mistral"]].min(), what="average", which="least_of_two")
+    completion = change.query("what == 'completion_rate'")["change"]
+    findings.set(WIDER, completion.abs().max(), what="completion_rate", which="most")
+    kinds = change.query("what in ['once', 'range', 'periodic']")["change"]
+    findings.set(WIDER, (kinds > 0).mean(), what="kinds", which="share_higher")
+    return findings
+
+
+PARTS = {
+    "memory": memory,
+    "figure_2b": figure_2b,
+    "choices_at_1_percent": choices_at_1_percent,
+    "logged_sizes": logged_sizes,
+    "table_2": table_2,
+    "table_4": table_4,
+    "table_6": table_6,
+    "table_7": table_7,
+}
+NAMES = tuple(PARTS)
 """Names of what `everything` returns, in its order."""
 
 
 def everything() -> list[Findings]:
     """All of them, in the order of the paper."""
-    return [memory(), figure_2b(), choices_at_1_percent(), table_2(), table_7()]
+    return [part() for part in PARTS.values()]

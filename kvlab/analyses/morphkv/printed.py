@@ -1,24 +1,11 @@
-"""MorphKV's own tables, recomputed: do the averages that its text states follow from what it prints?
-
-Table 3 is also compared with the authors' published predictions, where they are at hand, and with two tasks of the same
-runs that it leaves out.
-"""
+"""MorphKV's own tables, recomputed: do the averages that its text states follow from what it prints?"""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pandas as pd
 
-from kvlab import papers, scores
+from kvlab import papers
 from kvlab.analyses.findings import Findings
-from kvlab.errors import KvlabError
-
-FOLDER = "KVLAB_PREDICTIONS"
-"""Environment variable that names a folder of the authors' predictions."""
-
-PREFIX = "llama3.1-8b-instruct__snapkv__"
 
 GAIN = "{table}/gain_over_{method}"
 GAIN_INPUTS = "{table}/gain_over_{method}/inputs"
@@ -34,8 +21,6 @@ VCSUM = "figure2b/vcsum_phi4"
 MAX_OVER_SUM = "table4/max_over_sum"
 MAX_OVER_SUM_INPUTS = "table4/max_over_sum/inputs"
 SUM_OVER_MAX = "table5/sum_over_max"
-PRINTED_FROM_PREDICTIONS = "table3/printed_from_predictions"
-RESCORED_FROM_STORED = "table3/rescored_from_stored"
 
 
 def rounding(numerator: pd.Series, denominator: pd.Series) -> float:
@@ -83,27 +68,28 @@ def long_responses() -> Findings:
 
 
 def long_contexts() -> Findings:
-    """Table 3: MorphKV's score less SnapKV's, task by task, without and with the two tasks that it leaves out.
+    """Table 3: MorphKV's score less SnapKV's, task by task, and of Llama with two tasks that it leaves out.
 
     Returns:
-        Table with columns model, task, snapkv, morphkv, printed (False for the two); metrics `table3/gain` (all
-        models), `table3/gain/Llama` and `table3/gain_with_omitted/Llama` (points, means over tasks), the shares of
-        tasks at which MorphKV is not worse, `table3/share_not_worse` (all models), `table3/share_not_worse/Llama` and
-        `table3/share_not_worse_with_omitted/Llama`, all with intervals over tasks, `table3/gain/mnews/least` (points,
-        of all models) and `figure2b/vcsum_phi4` (relative gain).
+        Table with columns model, task, snapkv, morphkv, printed (False for the two); metrics `table3/gain` (points),
+        the share of tasks at which MorphKV is not worse, `table3/share_not_worse`, and at which it is higher,
+        `table3/share_higher`, of all models, as `.../Llama` of Llama and as `..._with_omitted/Llama` with the two, all
+        with intervals over tasks; `table3/gain/mnews/least` (points, of all models) and `figure2b/vcsum_phi4` (relative
+        gain).
     """
     printed = papers.figure("morphkv", "table3").melt(["model", "method"], var_name="task", value_name="score")
     printed = printed.pivot(index=["model", "task"], columns="method", values="score").reset_index()
-    printed = printed.drop(columns="full").assign(printed=True)
-    omitted = papers.figure("morphkv", "table3_omitted").assign(model="Llama", printed=False)
-    table = pd.concat([printed, omitted], ignore_index=True)
+    answers = papers.figure("morphkv", "rescored").query("model == 'Llama' and task in ['trec', 'lsht']")
+    omitted = answers.replace({"setting": {"morphkv_2048": "morphkv"}}).pivot(
+        index=["model", "task"], columns="setting", values="score"
+    )
+    table = pd.concat([printed.assign(printed=True), omitted.reset_index().assign(printed=False)], ignore_index=True)
     table = table.filter(["model", "task", "snapkv", "morphkv", "printed"])
     findings = Findings(table)
     gains = table["morphkv"] - table["snapkv"]
     llama = table["model"] == "Llama"
     # Scores are printed with one decimal: a difference below half of that is none.
-    not_worse = gains > -0.05
-    for what, values in (("gain", gains), ("share_not_worse", not_worse)):
+    for what, values in (("gain", gains), ("share_not_worse", gains > -0.05), ("share_higher", gains > 0.05)):
         findings.add(OVER_TASKS, values[table["printed"]], what=what)
         findings.add(OVER_LLAMAS_TASKS, values[table["printed"] & llama], what=what)
         findings.add(WITH_OMITTED, values[llama], what=what)
@@ -144,61 +130,3 @@ def fusions() -> Findings:
     findings.set(MAX_OVER_SUM_INPUTS, rounding(fourth.loc[:, "max"], fourth.loc[:, "sum"]))
     findings.add(SUM_OVER_MAX, fifth["sum"] / fifth["max"] - 1)
     return findings
-
-
-# ---------------------------------------------------------------------------------------------- predictions
-
-
-def predictions_folder(name: str = "") -> Path | None:
-    """The folder of the authors' predictions: the given one, else that of KVLAB_PREDICTIONS; None without either.
-
-    Raises:
-        KvlabError: the named folder does not exist.
-    """
-    named = name or os.environ.get(FOLDER, "")
-    if not named:
-        return None
-    folder = Path(named).expanduser()
-    if not folder.is_dir():
-        raise KvlabError(f"there is no folder of predictions at {named}")
-    return folder
-
-
-def rescored(folder: Path | None) -> Findings:
-    """Table 3's SnapKV column of Llama beside LongBench's metrics on the authors' published predictions.
-
-    Args:
-        folder: with LLM__METHOD__TASK.jsonl files; None takes the scores that are stored with the paper's tables, which
-            came from the same files.
-
-    Returns:
-        Table with columns task, printed, stored, rescored (missing without a folder, or for a file that is not in it);
-        metrics `table3/printed_from_predictions` (largest difference of a printed score from its predictions' score, in
-        points) and, with a folder, `table3/rescored_from_stored` (largest difference of a fresh score from the stored
-        one).
-    """
-    stored = papers.figure("morphkv", "table3_predictions")
-    printed = papers.figure("morphkv", "table3").set_index(["model", "method"]).loc[("Llama", "snapkv")]
-    table = pd.DataFrame(
-        {
-            "task": stored["file"],
-            "printed": [printed.get(column) for column in stored["column"]],
-            "stored": stored["score"],
-            "rescored": [_score(folder, task) for task in stored["file"]],
-        }
-    )
-    table["rescored"] = table["rescored"].astype(float)
-    findings = Findings(table)
-    best = table["rescored"].fillna(table["stored"])
-    findings.set(PRINTED_FROM_PREDICTIONS, max((table["printed"] - best).abs().dropna()))
-    again = table.dropna(subset="rescored")
-    if len(again):
-        findings.set(RESCORED_FROM_STORED, max((again["rescored"] - again["stored"]).abs()))
-    return findings
-
-
-def _score(folder: Path | None, task: str) -> float | None:
-    path = None if folder is None else folder / f"{PREFIX}{task}.jsonl"
-    if path is None or not path.is_file():
-        return None
-    return scores.score_task(task, scores.read_predictions(path))

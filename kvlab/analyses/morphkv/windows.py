@@ -34,6 +34,7 @@ MEASURES = ("mass_lost", "step_recall", "output_error")
 MEAN = "{measure}/{fusion}/w{window}/c{capacity}"
 WINDOW_GAIN = "gain/{measure}/{fusion}/c{capacity}/w{old}_to_w{new}"
 FUSION_GAIN = "gain/{measure}/w{window}/c{capacity}/max_to_sum"
+SHORT_PROMPT_GAIN = "gain/{measure}/w{window}/c{capacity}/short_prompt/max_to_sum"
 REGIME_GAIN = "gain/{measure}/{regime}/max_to_sum"
 WIDER_GAIN = "gain/{measure}/generating/narrow_to_wide"
 TODAY_SCORE = "walkthrough/today_score"
@@ -61,11 +62,13 @@ def window_ablation(
         Table with columns document, fusion, window, capacity, step, measure, value (means over layers and heads);
         metrics `mass_lost/sum/w32/c512` and likewise `step_recall/...`, `output_error/...`; the relative gain
         `gain/mass_lost/max/c512/w32_to_w200` of each window over those before it in `windows`, and of sum over max
-        fusion, `gain/mass_lost/w32/c512/max_to_sum`; all with intervals over documents.
+        fusion, `gain/mass_lost/w32/c512/max_to_sum`, which is table 5's regime where every prompt fits into the
+        capacity, and then also `gain/mass_lost/w32/c512/short_prompt/max_to_sum`; all with intervals over documents.
     """
     settings = [(f, w, c) for c in capacities for f in fusions for w in windows if w < c]
-    frames = []
+    frames, longest = [], 0
     for trace in progress_bars.each(traces, "window ablation", "doc"):
+        longest = max(longest, trace.prompt_length)
         known = trace.queries.shape[2] - trace.steps
         if known < min(max(windows), trace.prompt_length):
             raise KvlabError(
@@ -82,7 +85,9 @@ def window_ablation(
             values = means.loc[measure, fusion, window, capacity]
             findings.add(MEAN, values, measure=measure, fusion=fusion, window=window, capacity=capacity)
         for capacity in capacities:
-            _add_gains(findings, measure, capacity, fusions, [w for w in windows if w < capacity], means)
+            fusion_gains = (FUSION_GAIN, SHORT_PROMPT_GAIN) if longest < capacity else (FUSION_GAIN,)
+            fitting = [w for w in windows if w < capacity]
+            _add_gains(findings, measure, capacity, fusions, fitting, means, fusion_gains)
     return findings
 
 
@@ -92,7 +97,13 @@ def _means(table: pd.DataFrame) -> pd.Series:
 
 
 def _add_gains(
-    findings: Findings, measure: str, capacity: int, fusions: Sequence[str], windows: Sequence[int], means: pd.Series
+    findings: Findings,
+    measure: str,
+    capacity: int,
+    fusions: Sequence[str],
+    windows: Sequence[int],
+    means: pd.Series,
+    fusion_gains: Sequence[str],
 ) -> None:
     for fusion in fusions:
         for old, new in combinations(windows, 2):
@@ -100,7 +111,8 @@ def _add_gains(
             findings.add(WINDOW_GAIN, values, measure=measure, fusion=fusion, capacity=capacity, old=old, new=new)
     for window in windows if {"sum", "max"} <= set(fusions) else ():
         values = _sum_over_max(means, measure, window, capacity)
-        findings.add(FUSION_GAIN, values, measure=measure, window=window, capacity=capacity)
+        for effect in fusion_gains:
+            findings.add(effect, values, measure=measure, window=window, capacity=capacity)
 
 
 def _sum_over_max(means: pd.Series, measure: str, window: int, capacity: int) -> pd.Series:

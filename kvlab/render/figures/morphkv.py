@@ -224,12 +224,12 @@ def by_step(ax: Axes, table: pandas.DataFrame, measure: str, ylabel: str, title:
     )
 
 
-def tables_2_and_3(on_responses: Findings, on_contexts: Findings) -> Figure:
-    """The stated gains beside those recomputed from the tables, and table 3 with the tasks that it leaves out.
+def tables_2_and_3(on_responses: Findings, answers: Findings) -> Figure:
+    """The stated gains beside those recomputed from the tables, and table 3's difference by the authors' answers.
 
-    on_responses: of `printed.long_responses`; on_contexts: of `printed.long_contexts`.
+    on_responses: of `printed.long_responses`; answers: of `rescored.table_3`.
     """
-    figure, (stated, tasks) = plt.subplots(1, 2, figsize=(13.5, 4.6), width_ratios=[1, 1.7])
+    figure, (stated, tasks) = plt.subplots(1, 2, figsize=(13.5, 4.9), width_ratios=[1, 1.9])
     gains = on_responses.frame(recomputed.GAIN).query("table == 'table2'")
     plots.paper_beside_ours(
         as_stated("accuracy_gain"),
@@ -242,13 +242,17 @@ def tables_2_and_3(on_responses: Findings, on_contexts: Findings) -> Figure:
         value_format="{:.1f}",
         ax=stated,
     )
-    llama = on_contexts.table.query("model == 'Llama'")
-    llama = llama.assign(gain=llama["morphkv"] - llama["snapkv"]).sort_values("gain")
-    shades = [plots.PAPER if is_printed else plots.COLOURS[1] for is_printed in llama["printed"]]
-    tasks.bar(llama["task"], llama["gain"], color=shades, zorder=2)
+    order = list(answers.table.groupby("task")["over_snapkv"].mean().sort_values().index)
+    for at, (model, part) in enumerate(answers.table.groupby("model")):
+        places = [order.index(task) + 0.22 * (at - 1) for task in part["task"]]
+        ends = [part["over_snapkv"] - part["low"], part["high"] - part["over_snapkv"]]
+        tasks.errorbar(places, part["over_snapkv"], ends, fmt="osD"[at], markersize=3.5, label=model, linewidth=1)
+    left_out = set(answers.table.loc[~answers.table["printed"], "task"])
     tasks.axhline(0, color=plots.INK, linewidth=1)
-    tasks.set(ylabel="MorphKV less SnapKV (points)", title="LongBench, Llama-3.1-8B: printed, and left out (coloured)")
-    tasks.tick_params(axis="x", rotation=60)
+    tasks.set_xticks(range(len(order)), [f"{task} *" if task in left_out else task for task in order])
+    tasks.set(ylabel="MorphKV less SnapKV (points)", title="LongBench by the authors' answers (* not in table 3)")
+    tasks.tick_params(axis="x", rotation=75)
+    tasks.legend()
     return figure
 
 

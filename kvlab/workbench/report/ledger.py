@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvlab import papers
 from kvlab.errors import KvlabError
+from kvlab.papers import many_claims
 from kvlab.workbench import project
 from kvlab.workbench.report import runs
 from kvlab.workbench.report.claim_mistakes import mistakes
@@ -37,6 +38,7 @@ COLUMNS = [
     "kind",
     "finding",
     "power",
+    "q",
     "machine",
     "why",
 ]
@@ -70,6 +72,7 @@ class Entry:
     """A claim on a model: the verdict of our numbers on it, and what they come from.
 
     That is a run of the store, or what a kept ledger says of one (`kept`); both are None where nothing was measured.
+    `q` is that of its direction among all that were tested on the model by the profile (`set_q`); None for others.
     """
 
     claim: papers.Claim
@@ -78,6 +81,7 @@ class Entry:
     model: str = ""
     kept: Origin | None = None
     alike: Entry | None = field(default=None, repr=False, compare=False)
+    q: float | None = field(default=None, repr=False, compare=False)
 
     @property
     def compared(self) -> Entry:
@@ -121,6 +125,11 @@ class Entry:
         return self.claim.profile == "full" and verdict.verdict == papers.UNMEASURED and verdict.value is None
 
     @property
+    def by_chance(self) -> bool:
+        """Whether its direction is decided by itself, and does not survive among all that were tested."""
+        return self.q is not None and self.q >= many_claims.LEVEL and self.state in many_claims.DECIDED
+
+    @property
     def group(self) -> str:
         """How it is counted: "findings" say something about a method, "questions" of ours, too, "checks" (controls,
         identities, examples) about the instrument, what is "recomputed" about the paper's own figures, and "timings"
@@ -153,6 +162,7 @@ class Entry:
             "kind": claim.kind,
             "finding": finding(claim),
             "power": verdict.power,
+            "q": self.q,
             "machine": self.machine,
             "why": verdict.why,
         }
@@ -250,7 +260,20 @@ def _judged(
                 run = of_model.measuring(claim)
                 # One that lacks the claim's metric measured nothing of it, but tells the judge what is missing.
                 found[claim.id] = Entry(claim, papers.judge(claim, (run or last).data.metrics), run, model)
-    return [found.get(claim.id) or Entry(claim, papers.judge(claim, {}), None, model) for claim in every]
+    judged = [found.get(claim.id) or Entry(claim, papers.judge(claim, {}), None, model) for claim in every]
+    set_q(judged)
+    return judged
+
+
+def set_q(mine: Iterable[Entry]) -> None:
+    """Give the entries of one model their `q`: the tests of a profile are those that all its entries make."""
+    of_profiles: dict[str, list[Entry]] = {}
+    for entry in mine:
+        of_profiles.setdefault(entry.profile, []).append(entry)
+    for tested in of_profiles.values():
+        found = many_claims.q_values([many_claims.p_value(entry.claim, entry.verdict) for entry in tested])
+        for entry, q in zip(tested, found, strict=True):
+            entry.q = q
 
 
 def side_by_side(of_models: Mapping[str, Sequence[Entry]]) -> list[Entry]:
@@ -340,5 +363,5 @@ def frame(judged: Iterable[Entry]) -> pandas.DataFrame:
     import pandas
 
     table = pandas.DataFrame([entry.row for entry in judged], columns=COLUMNS)
-    numbers = ["paper_value", "value", "low", "high"]
+    numbers = ["paper_value", "value", "low", "high", "q"]
     return table.astype(dict.fromkeys(numbers, "float64"))

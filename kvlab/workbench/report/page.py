@@ -240,6 +240,7 @@ def _page(
         trends=model_trends.trends(rows),
         flipping=stability.sentences(mine),
         texts=_texts(judged),
+        many=_many(judged),
         sizes=across(judged, order),
         together=_together(next(iter(by_model(judged).values()))),
         at_both_moments=moments(given.get("scores", ())),
@@ -286,6 +287,13 @@ def _texts(judged: Sequence[Entry]) -> dict[str, int]:
     """How many verdicts on findings are decided, and on how many of those kinds of text differ."""
     decided = [each.verdict for each in judged if each.group == "findings" and each.state in DECIDED]
     return {"decided": len(decided), "differ": sum(bool(verdict.of_these_texts) for verdict in decided)}
+
+
+def _many(judged: Sequence[Entry]) -> dict[str, int]:
+    """How many directions have a q, how many of these are decided, and how many of the decided do not survive."""
+    tested = [each for each in judged if each.q is not None]
+    decided = [each for each in tested if each.state in DECIDED]
+    return {"tested": len(tested), "decided": len(decided), "by_chance": sum(each.by_chance for each in decided)}
 
 
 def _elsewhere(judged: Iterable[Entry], model: str) -> dict[str, list[Entry]]:

@@ -27,6 +27,7 @@ from kvlab.workbench.report.ledger import (
     names,
     profiles,
     refuse,
+    set_q,
     side_by_side,
 )
 from kvlab.workbench.report.ledger_models import Subject, remarks, subjects
@@ -64,8 +65,8 @@ def keep(folder: Path, model: str | Sequence[str] | None = None, profile: str | 
     """Write the ledger of every model as FOLDER/MODEL.csv, a line for each claim and profile, whole or not at all.
 
     What the store has not measured, with the profile of a line, stays as FOLDER has it, with what it says of its run;
-    what it has measured is replaced. Lines of claims that no longer exist are dropped, and those of claims that no
-    experiment measures any more give no number.
+    what it has measured is replaced. Lines of claims that no longer exist are dropped, and quick ones of claims that
+    only the full profile measures; those of claims that no experiment measures any more give no number.
 
     Columns: claim, finding, verdict, value, low, high, power, why, model; and of the run that they come from its
     profile, signature, commit (with `+changes` where files differed from it), machine and seconds, the number of the
@@ -105,8 +106,9 @@ def _merged(path: Path, sweeps: Iterable[Sequence[Entry]]) -> Kept:
     before = _lines(path) if path.exists() else {}
     findings = {claim.id: finding(claim) for claim in claims()}
     order = list(findings)
-    lines = {key: line for key, line in before.items() if key[0] in order}
-    untested = {claim.id: claim.untested for claim in claims() if claim.untested}
+    known = {claim.id: claim for claim in claims()}
+    lines = {key: line for key, line in before.items() if key[0] in known and _rests(known[key[0]], key[1])}
+    untested = {name: claim.untested for name, claim in known.items() if claim.untested}
     for key in [key for key in lines if key[0] in untested and key[1]]:  # an experiment that measured it has ended
         told = {
             "claim": key[0],
@@ -129,6 +131,11 @@ def _merged(path: Path, sweeps: Iterable[Sequence[Entry]]) -> Kept:
     stayed = sum(_knows(line) and line is before.get(key) for key, line in lines.items())
     replaced = sum(_knows(line) for line in lines.values()) - stayed
     return Kept(path, replaced, stayed, sorted({claim for claim, _ in before} - set(order)))
+
+
+def _rests(claim: papers.Claim, profile: str) -> bool:
+    """Whether a claim may rest on a run of the profile. A quick line of a claim that asks for the full one is older."""
+    return claim.profile != "full" or profile != "quick"
 
 
 def _knows(line: Line) -> bool:
@@ -223,10 +230,13 @@ def _read(path: Path) -> list[Entry]:
     if unknown := {name for name, _ in lines} - known.keys():
         raise KvlabError(f"{path}: {nearest(min(unknown), known, 'claim')}")
     model = next((line["model"] for line in lines.values() if line["model"]), path.stem)
-    return [
+    found = [
         Entry(known[name], _verdict(line), None, model, _origin(line) if _knows(line) else None)
-        for (name, _), line in sorted(lines.items(), key=lambda pair: thoroughness(pair[0][1]))
+        for (name, profile), line in sorted(lines.items(), key=lambda pair: thoroughness(pair[0][1]))
+        if _rests(known[name], profile)
     ]
+    set_q(found)
+    return found
 
 
 def _origin(line: Line) -> Origin:
