@@ -52,8 +52,8 @@ def findings() -> Findings:
         tables.append(gaps.assign(benchmark=benchmark))
     found.table = pd.concat(tables, ignore_index=True)
     _longbench_v2(found)
-    ruler = pd.concat([papers.figure("dapq", name) for name in RULER])
-    alone = _gaps(ruler[ruler["method"].isin([OURS, LACACHE])], "average")
+    ruler: Any = pd.concat([papers.figure("dapq", name) for name in RULER])
+    alone: Any = _gaps(ruler[ruler["method"].isin([OURS, LACACHE])], "average")
     found.set(LEAST_OVER, alone["gap"].min(), method=LACACHE)
     return found
 

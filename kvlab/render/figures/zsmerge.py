@@ -98,7 +98,7 @@ def as_published(findings: Findings) -> Figure:
     figure, (errors, gains) = plt.subplots(1, 2, figsize=(12, 4.4))
     shown = findings.frame(published.ERROR)
     plots.estimates(
-        shown[shown["value"] > FITS],
+        shown.loc[shown["value"] > FITS],
         x="entries",
         hue="alpha",
         log=True,
