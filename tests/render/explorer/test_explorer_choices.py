@@ -41,6 +41,16 @@ def test_a_policy_of_the_users_own_is_explored_at_its_own_budget(trace):
         explorer.close()
 
 
+def test_an_oracle_is_explored_where_it_is_asked_for(trace):
+    with_oracle, without = kvlab.explore(trace, "oracle_attention", "full"), kvlab.explore(trace, "snapkv", "full")
+    try:
+        assert "oracle_attention" in with_oracle.names and "oracle_attention" not in without.names
+        assert set(with_oracle.names) - {"oracle_attention"} == set(without.names)
+    finally:
+        with_oracle.close()
+        without.close()
+
+
 def test_what_fails_within_a_users_policy_is_said_and_goes_to_the_log(trace):
     explorer = kvlab.explore(trace, EveryOther(budget=11), "full", budgets=[11, 13])
     try:
