@@ -20,7 +20,7 @@ from kvlab.analyses.findings import DOCUMENT, Findings
 from kvlab.analyses.tasks.contenders import contender
 from kvlab.analyses.texts import to_summarise, without_span
 from kvlab.analyses.why_it_fails import token_kinds
-from kvlab.attribution.attribute import attribute
+from kvlab.attribution.attribute import attributions
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.lib import progress_bars
@@ -146,25 +146,22 @@ def measure(
     retrieval = None if heads is None else retrieval_heads(HeadScores.load(heads))
     around = token_kinds.around(lm)
     chosen = corpus.documents(documents)
-    with progress_bars.counting(len(chosen) * len(policies) * len(budgets), "attribute", "policy") as bar:
+    with progress_bars.counting(len(chosen), "attribute", "document") as bar:
         for document in chosen:
-            prompt, response = to_summarise(lm, document, tokens), None
-            for budget in budgets:
-                whys: dict[str, Attribution] = {}
-                for name in policies:
-                    tested = contender(name, budget, tables=tables, pad="budget")
-                    whys[name] = why = attribute(
-                        lm, tested, prompt, new_tokens, response=response, points=points, progress=False
-                    )
+            prompt = to_summarise(lm, document, tokens)
+            tested = [contender(name, budget, tables=tables, pad="budget") for budget in budgets for name in policies]
+            found = attributions(lm, tested, prompt, new_tokens, points=points, progress=False)
+            for number, budget in enumerate(budgets):
+                whys = dict(zip(policies, found[number * len(policies) :], strict=False))
+                for name, why in whys.items():
                     if not why.evicted.any():
                         raise KvlabError(
                             f"{name} keeps all of {document.name} at a budget of {budget:g}; give a smaller one"
                         )
-                    response = why.response
-                    bar.update()
                 keys = {DOCUMENT: without_span(document.name), "budget": budget}
                 for table, rows in _rows(whys, around, retrieval).items():
                     made[table] += [keys | row for row in rows]
+            bar.update()
     return Measured(**{name: pd.DataFrame(rows) for name, rows in made.items()})
 
 

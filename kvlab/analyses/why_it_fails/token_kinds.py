@@ -28,8 +28,8 @@ def kinds(tokens: Sequence[str], around: tuple[int, int] = (0, 0)) -> list[str]:
     """The kind of each token of a prompt.
 
     A token with a digit is a number. A line break, or punctuation that ends in `.`, `!` or `?` (quotes and brackets may
-    follow), is a sentence end. A word with a capital that starts no sentence is a name, with all its tokens. The
-    pronoun "I" is no name.
+    follow), is a sentence end. A word with a capital is a name, with all its tokens, unless it starts a sentence,
+    follows a colon or is the pronoun "I".
 
     Args:
         tokens: texts of the tokens, as `token_texts` gives them: words start with a space.
@@ -54,7 +54,9 @@ def kinds(tokens: Sequence[str], around: tuple[int, int] = (0, 0)) -> list[str]:
         elif "\n" in text or bare.rstrip(CLOSING).endswith(tuple(ENDS)):
             found[place], starts = SENTENCE_END, True
         else:
-            # A character's further tokens have no text. A quote that opens a sentence leaves the start to its first word.
+            # The word behind an opening quote still starts its sentence, and so does one behind a colon ("A: We").
+            starts = starts or bare.endswith(":")
+            # Further tokens of a character have no text.
             found[place] = found[place - 1] if not text and place > head else PUNCTUATION
         before = text or before
     return found

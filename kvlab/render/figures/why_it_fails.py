@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
@@ -145,21 +145,18 @@ def heads(parts: pandas.DataFrame, found: Findings, budget: float) -> Figure:
     layers = layers.assign(layer=layers.part.astype(int))
     names = _policies(layers)
     shares = layers.pivot_table(index="policy", columns="layer", values="harm").loc[names]
-    plots.heatmap(100 * shares, xlabel="layer", ylabel="", unit="share of the harm (%)", ax=left)
+    plots.heatmap(
+        100 * shares,
+        xlabel=f"layer ({budget:g} entries a head; means over {_documents(layers)})",
+        ylabel="",
+        unit="share of the harm (%)",
+        ax=left,
+    )
     left.set_yticks(np.arange(len(names)) + 0.5, [look(name)[0] for name in names])
     first = shares.mean().sort_values(ascending=False)
     top = ", ".join(str(layer) for layer in sorted(first.index[:3]))
     left.set_title(f"Layers {top} hold {first.iloc[:3].sum():.0%} of the harm")
     left.tick_params(axis="x", rotation=0)
-    _note(
-        left,
-        f"{budget:g} entries a head; means over {_documents(layers)}",
-        0,
-        1.005,
-        ha="left",
-        va="bottom",
-        shown=False,
-    )
     lifts = _at(found, lost_entries.LIFT, budget, group="heads", part="retrieval")
     if lifts.empty:
         right.set_axis_off()
@@ -172,7 +169,7 @@ def heads(parts: pandas.DataFrame, found: Findings, budget: float) -> Figure:
     _rows(right, names)
     value = frame.loc[lost_entries.ALL, "value"]
     right.set(
-        xlabel=f"share of the harm / share of the evicted entries,\nin the {lost_entries.RETRIEVAL:.0%} of heads that retrieve most",
+        xlabel=f"share of the harm / share of the evicted entries,\nof the {lost_entries.RETRIEVAL:.0%} best heads",
         title=f"Retrieval heads hold {value:.1f} times their share",
     )
     _note(right, f"{budget:g} entries a head; bars: 95 % over {_documents(layers)}", 0.98, 0.03, ha="right")
