@@ -58,7 +58,7 @@ def concentration(curves: pandas.DataFrame, found: Findings, budget: float) -> F
     at_mark = 100 * means.xs(_nearest(curves.entries, MARK), level="entries")
     left.axvline(MARK, color=plots.EDGE, linewidth=1, linestyle=":")
     _shares(left, "evicted entries, the costliest first (% of all evicted)", "harm that they carry (%)")
-    left.set_title(f"{MARK:.0%} of the entries carries {_from_to(at_mark)} % of the harm")
+    left.set_title(f"{100 * MARK:g} % of the entries carry {_from_to(at_mark)} % of the harm")
     left.legend(fontsize=8.5, loc="upper left")
     _note(left, f"{budget:g} entries a head; means over {_documents(curves)}")
     names = _policies(curves)
@@ -71,11 +71,8 @@ def concentration(curves: pandas.DataFrame, found: Findings, budget: float) -> F
     _percent(right.xaxis)
     _rows(right, names)
     half, most = (_from_to(100 * frame.value) for frame in frames)
-    right.set(
-        xlabel=f"entries that carry it (% of all evicted; bars: 95 %, {_documents(curves)})",
-        title=f"Half lies in {half} %, 90 % in {most} %",
-    )
-    right.legend(**UNDER, ncols=2)
+    right.set(xlabel="entries that carry it (% of all evicted)", title=f"Half lies in {half} %, 90 % in {most} %")
+    right.legend(**UNDER, ncols=2, title=f"bars: 95 %, {_documents(curves)}", title_fontsize=9)
     return figure
 
 
@@ -107,12 +104,12 @@ def attention(curves: pandas.DataFrame, found: Findings, budget: float) -> Figur
         rows = _at(found, lost_entries.REGAINED, budget, order=order).set_index("policy").loc[names]
         ys = [y + shift for y in range(len(names))]
         plots.points(right, rows, ys, rows=True, color=tint, fmt=marker, capsize=2, label=f"put back {label}", zorder=3)
-        regained.append(rows.value.sum() / cost.sum())
+        regained.append(round(100 * rows.value.sum() / cost[names].sum()))
     _rows(right, names)
     right.axvline(0, color=plots.EDGE, linewidth=1)
     right.set(
         xlabel=f"loss regained (nats; bars: 95 %, {_documents(curves)})",
-        title=f"Put back, they regain {regained[0]:.0%}; by attention {regained[1]:.0%}",
+        title=f"Put back they regain {regained[0]} %, by attention {regained[1]} %",
     )
     right.legend(**UNDER, ncols=3)
     return figure
@@ -131,7 +128,7 @@ def heads(parts: pandas.DataFrame, budget: float) -> Figure:
     left.tick_params(axis="x", rotation=0)
     first = shares.mean().sort_values(ascending=False)[:3]
     *some, last = sorted(first.index)
-    left.set_title(f"Layers {', '.join(map(str, some))} and {last} hold {first.sum():.0%} of the harm")
+    left.set_title(f"Layers {', '.join(map(str, some))} and {last} hold {100 * first.sum():.0f} % of the harm")
     left.set_xlabel(f"layer ({budget:g} entries a head; means over {_documents(rows)})")
     retrieval = rows[(rows.group == "heads") & (rows.part == "retrieval")]
     if retrieval.empty:
@@ -178,7 +175,9 @@ def tokens(parts: pandas.DataFrame, found: Findings, budget: float) -> Figure:
         ax.set_xlim(max(ax.get_xlim()[0], 1 / 16), min(ax.get_xlim()[1], 16))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         share = _share(parts, group, budget)
-        named_rows(ax, [f"{label}\n{share[label]:.1%} of entries" for label in shown.index], [plots.INK] * len(shown))
+        named_rows(
+            ax, [f"{label}\n{100 * share[label]:.1f} % of entries" for label in shown.index], [plots.INK] * len(shown)
+        )
         ax.set(xlabel="share of the harm / share of the evicted entries", title=_costs(shown, group))
     right.set_ylabel("tokens before the prompt's end")
     first = f"mean and 95 % ({budget:g} entries a head, {_documents(parts)})"
@@ -212,8 +211,8 @@ def missed(keepers: pandas.DataFrame, found: Findings, budget: float, policy: st
     for (y, x), value in np.ndenumerate(matrix.to_numpy()):
         tint = "white" if value < 0.6 * top else plots.INK
         left.text(x + 0.5, y + 0.5, f"{value:.0f}", ha="center", va="center", fontsize=9, color=tint)
-    best = matrix.where(~np.eye(len(names), dtype=bool)).mean().idxmax()
-    left.set_title(f"{look(str(best))[0]} keeps most of what costs others")
+    of_others = matrix.where(~np.eye(len(names), dtype=bool)).mean()
+    left.set_title(f"{look(str(of_others.idxmax()))[0]} keeps {of_others.max():.0f} % of what costs the others")
     name = look(policy)[0]
     frame = 100 * _at(found, lost_entries.KEPT, budget, policy=policy).set_index("keeper")[["value", "low", "high"]]
     others = sorted((other for other in names if other != policy), key=lambda other: -frame.value[other])
@@ -225,11 +224,11 @@ def missed(keepers: pandas.DataFrame, found: Findings, budget: float, policy: st
     _rows(right, others)
     right.set_xlim(left=0)
     right.set(
-        xlabel=f"kept of what costs {name} (%; bars: 95 %, {_documents(rows)})",
+        xlabel=f"kept of what costs {name} (%)",
         title=f"{look(others[0])[0]} keeps {frame.value[others[0]]:.0f} % of what costs {name}",
     )
     right.legend(**UNDER)
-    _note(right, f"{budget:g} entries a head")
+    _note(right, f"{budget:g} entries a head; bars: 95 %, {_documents(rows)}")
     return figure
 
 
