@@ -25,6 +25,7 @@ from rich.table import Table
 
 import kvlab
 from kvlab.attribution.attribute import POINTS, integrated_effects, run_policy
+from kvlab.attribution.attribute import prefill as prefill_with_response
 from kvlab.bench import clock, memory
 
 PLAIN, EFFECTS, ALL, MIB = "plain prefill", "effects", "attribute", 2**20
@@ -32,7 +33,8 @@ LENGTHS = [4096]
 
 
 def runs_of(lm: kvlab.LM, policy: kvlab.Policy, ids: torch.Tensor, new_tokens: int) -> dict:
-    made, reads = run_policy(lm, policy, ids, None, new_tokens)
+    made, prefilled = prefill_with_response(lm, [policy], ids, None, new_tokens)
+    reads = run_policy(policy, made, prefilled)
     return {
         PLAIN: lambda: prefill(lm, ids),
         EFFECTS: lambda: integrated_effects(made, reads, POINTS),

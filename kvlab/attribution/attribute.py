@@ -30,6 +30,7 @@ from kvlab.traces.recording import prompt_ids, several
 if TYPE_CHECKING:
     from kvlab.inputs.corpus import Document
     from kvlab.inputs.models import LM
+    from kvlab.live.cache import LiveCache
 
 POINTS, MOST_POINTS = 8, 64
 ENOUGH = 0.05
@@ -78,14 +79,32 @@ def attribute(
         KvlabError: a policy that merges or changes entries or outputs, a response of one token, or what
             `kvlab.capture` refuses.
     """
-    lm, tested = lm_of(lm), policy(policy_or_name)
+    options: dict[str, Any] = {"response": response, "loss": loss, "points": points, "chat": chat}
+    return attributions(lm, [policy_or_name], text, new_tokens, progress=progress, **options)[0]
+
+
+def attributions(
+    lm: LM | torch.nn.Module,
+    policies: Sequence[Policy | str],
+    text: str | Document | Tensor | Sequence[int],
+    new_tokens: int = 32,
+    *,
+    response: str | Sequence[int] | Tensor | None = None,
+    loss: Literal["nll", "kl"] = "nll",
+    points: int = POINTS,
+    chat: str | bool = "auto",
+    progress: bool | None = None,
+) -> list[Attribution]:
+    """`attribute` for several policies, with one prefill and one response for all of them."""
+    lm, chosen = lm_of(lm), [policy(each) for each in policies]
     if loss not in ("nll", "kl"):
         raise KvlabError(f"loss={loss!r} is neither 'nll' nor 'kl'")
     if not 1 <= whole("points", points) <= MOST_POINTS:
         raise KvlabError(f"points={points}: between 1 and {MOST_POINTS} points on the line can be taken")
     if several(text):
         raise KvlabError("one prompt is attributed at a time; call attribute for each")
-    _check(tested)
+    for tested in chosen:
+        _check(tested)
     ids, document = prompt_ids(lm, text, chat)
     given = None if response is None else response_ids(lm, response)
     tokens = whole("new_tokens", new_tokens) if given is None else len(given)
@@ -100,13 +119,17 @@ def attribute(
             f"{lm.name} takes; shorten the document (Document.window) or the response"
         )
     modules = hookable.layers_of(lm.model)
-    stepwise = tested.needs.acts_while_decoding
+    stepwise = sum(tested.needs.acts_while_decoding for tested in chosen)
     work = progress_bars.work(len(ids), *[1] * (tokens * (stepwise + (given is None))))
-    work += (points * PASS + 2) * tokens
+    work += (points * PASS + 2) * tokens * len(chosen)
+    results = []
     with progress_bars.layers(modules, work, "attribute", progress):
-        made, reads = run_policy(lm, tested, ids, given, tokens)
-        found = _integrated(made, reads, loss, points)
-    return Attribution(lm, tested, document, ids, made, reads, found, loss)
+        made, prefilled = prefill(lm, chosen, ids, given, tokens)
+        for tested in chosen:
+            reads = run_policy(tested, made, prefilled)
+            found = _integrated(made, reads, loss, points)
+            results.append(Attribution(lm, tested, document, ids, made, reads, found, loss))
+    return results
 
 
 def _check(tested: Policy) -> None:
@@ -136,24 +159,31 @@ def response_ids(lm: LM, response: str | Sequence[int] | Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def run_policy(lm: LM, tested: Policy, ids: Tensor, given: Tensor | None, tokens: int) -> tuple[Response, list[Tensor]]:
-    """The prompt's end with its response, and what each step of it reads under the policy, layer by layer."""
-    with shared_prefill(lm.model, [tested]):
+def prefill(
+    lm: LM, policies: Sequence[Policy], ids: Tensor, given: Tensor | None, tokens: int
+) -> tuple[Response, LiveCache]:
+    """The prompt's end with its response, and the cache from which each of these policies can start."""
+    with shared_prefill(lm.model, policies):
         out = lm.model(ids[None].to(lm.device), use_cache=True, logits_to_keep=1)
     prefilled, logits = out.past_key_values, out.logits[0, -1].float()
     stores = [layer.groups[0].store for layer in prefilled.compressed]
     entries = [(store.keys[0], store.values[0]) for store in stores]
     made = _greedy(lm, entries, prefilled.others, logits, tokens) if given is None else given
-    stepwise = tested.needs.acts_while_decoding
+    first = float(-logits.log_softmax(-1)[made[0]])
+    return Response(lm, made.cpu(), len(ids), entries, prefilled.others, first), prefilled
+
+
+@torch.no_grad()
+def run_policy(tested: Policy, made: Response, prefilled: LiveCache) -> list[Tensor]:
+    """What each step of the response reads under the policy, layer by layer."""
+    lm, stepwise = made.lm, tested.needs.acts_while_decoding
     probes = ["positions"] if stepwise else []
-    with compress(lm.model, tested, probes, tokenizer=lm.tokenizer, max_new_tokens=tokens) as session:
+    with compress(lm.model, tested, probes, tokenizer=lm.tokenizer, max_new_tokens=len(made.ids)) as session:
         cache = session.branch(prefilled)
         session.end_prompt()
-        for token in made[:-1] if stepwise else ():
+        for token in made.ids[:-1] if stepwise else ():
             lm.model(token.view(1, 1).to(lm.device), past_key_values=cache, logits_to_keep=1)
-        reads = _reads(session, len(ids), len(made) - 1, stepwise)
-    first = float(-logits.log_softmax(-1)[made[0]])
-    return Response(lm, made.cpu(), len(ids), entries, prefilled.others, first), reads
+        return _reads(session, made.prompt, made.steps, stepwise)
 
 
 def _greedy(

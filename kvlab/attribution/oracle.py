@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvlab.attribution.attribute import integrated_effects, response_ids, run_policy
+from kvlab.attribution.attribute import integrated_effects, prefill, response_ids
 from kvlab.attribution.path import Response
 from kvlab.core.ranking import mark, top_positions
 from kvlab.core.store import EMPTY
@@ -96,7 +96,7 @@ def oracle_effect(
     tokens = whole("new_tokens", new_tokens) if given is None else len(given)
     if tokens < 2:
         raise KvlabError("an oracle needs a response of two tokens or more")
-    made, _ = run_policy(lm, policy("full"), ids, given, tokens)
+    made, _ = prefill(lm, [policy("full")], ids, given, tokens)
     budget = min(whole("budget", budget), len(ids))
     everything = torch.arange(len(ids)).expand(*_shape(made), -1)
     full = made.forward(_reads(made, everything), torch.ones(1, device=lm.device))

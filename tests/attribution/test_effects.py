@@ -14,7 +14,7 @@ from support.oracles import gates
 from support.refusals import refusal
 
 import kvlab
-from kvlab.attribution.attribute import attribute
+from kvlab.attribution.attribute import attribute, attributions
 from kvlab.attribution.gated import LayerReads, Line
 from kvlab.core.softmax import Softmax
 
@@ -55,6 +55,17 @@ def test_effects_are_those_of_gates_that_torch_differentiates(tiny, name):
     expected = brute_force(why)
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(why.effects.double(), expected, rtol=1e-4, atol=1e-5 if name not in SINGLE else 2e-4)
+
+
+def test_several_policies_share_a_prefill_and_a_response(tiny):
+    lm = gates.sharpened(tiny())
+    names = ["snapkv", "h2o", "dapq", "rocketkv"]
+    together = attributions(lm, [small(name) for name in names], prompt(48), 8)
+    assert [why.policy.name for why in together] == names
+    for name, why in zip(names, together, strict=True):
+        alone = attribute(lm, small(name), prompt(48), 8)
+        assert torch.equal(why.response, alone.response) and torch.equal(why.kept, alone.kept)
+        torch.testing.assert_close(why.effects, alone.effects)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "hybrid-gpt-oss", "hybrid-gemma3", "hybrid-qwen3-next"])

@@ -31,6 +31,7 @@ OWN = {
     "shared_context": {"length": 300, "turns": 2, "trials": 1, "kinds": ["kv"], "budgets": [64]},
     "speed_and_memory": {"lengths": [200, 400], "first_token_lengths": [200], "batches": [1, 2], "repeats": 2},
     "tasks_at_small_budgets": {"documents": TWO[:1], "articles": ["squad/Oxygen"], "length": 640},
+    "why_it_fails": {"tokens": 200, "new_tokens": 6},
 }
 NO_SCORE = ("retained/",)
 """Shares of a score that random weights do not reach."""

@@ -75,6 +75,17 @@ class QuestionZSMerge(ZSMerge):
         )
 
 
+class UnmergedZSMerge(ZSMerge):
+    """ZSMerge without residual slots, which evicts plainly: with nothing merged no logit is changed."""
+
+    name: ClassVar[str] = "zsmerge_unmerged"
+    summary: ClassVar[str] = "ZSMerge that evicts instead of merging"
+
+    residual: Literal[0] = 0
+
+    bias = Policy.bias
+
+
 class FilledCompilerKV(CompilerKV):
     """CompilerKV that fills up to its budget, so that it stores as much as its rivals.
 
@@ -128,6 +139,7 @@ VARIANTS: dict[str, type[Policy]] = {
         UnpooledSnapKV,
         PooledDapQ,
         QuestionZSMerge,
+        UnmergedZSMerge,
         FilledCompilerKV,
         TwinCompilerKV,
         SpendingQuest,
