@@ -18,7 +18,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvlab.attribution.path import Response
 from kvlab.attribution.results import Attribution, Found
+from kvlab.attribution.stored import StoredEntries
 from kvlab.core import adapter, hookable, ranking
+from kvlab.core.storage import AS_IS, Storage, stored_as
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import lm_of
 from kvlab.lib import progress_bars
@@ -48,6 +50,7 @@ def attribute(
     loss: Literal["nll", "kl"] = "nll",
     points: int = POINTS,
     chat: str | bool = "auto",
+    storage: str | Storage = "as_is",
     progress: bool | None = None,
 ) -> Attribution:
     """What the loss of each evicted entry cost the response, in nats, of all layers, KV heads and positions at once.
@@ -72,6 +75,7 @@ def attribute(
         points: of Gauss and Legendre on the line; doubled, up to 64, until the effects explain the difference of the
             losses up to 5 %.
         chat: as `kvlab.capture` takes it.
+        storage: as `kvlab.compress` takes it. What rounding costs is told apart: `Attribution.rounding`.
         progress: show a progress bar; by default after five seconds, on a terminal or in a notebook run by hand.
 
     Raises:
@@ -79,6 +83,7 @@ def attribute(
             `kvlab.capture` refuses.
     """
     lm, tested = lm_of(lm), policy(policy_or_name)
+    form = stored_as(storage)
     if loss not in ("nll", "kl"):
         raise KvlabError(f"loss={loss!r} is neither 'nll' nor 'kl'")
     if not 1 <= whole("points", points) <= MOST_POINTS:
@@ -100,13 +105,13 @@ def attribute(
             f"{lm.name} takes; shorten the document (Document.window) or the response"
         )
     modules = hookable.layers_of(lm.model)
-    stepwise = tested.needs.acts_while_decoding
+    stepwise = tested.needs.acts_while_decoding or not form.exact
     work = progress_bars.work(len(ids), *[1] * (tokens * (stepwise + (given is None))))
     work += (points * PASS + 2) * tokens
     with progress_bars.layers(modules, work, "attribute", progress):
-        made, reads = run_policy(lm, tested, ids, given, tokens)
+        made, reads = run_policy(lm, tested, ids, given, tokens, form)
         found = _integrated(made, reads, loss, points)
-    return Attribution(lm, tested, document, ids, made, reads, found, loss)
+    return Attribution(lm, tested, document, ids, made, reads, found, loss, form)
 
 
 def _check(tested: Policy) -> None:
@@ -121,8 +126,8 @@ def _check(tested: Policy) -> None:
     else:
         return
     raise KvlabError(
-        f"{tested.name} {what}, so that its loss does not split into one share for each entry that it leaves out; "
-        "attribute a policy that evicts or selects"
+        f"{tested.name} {what}, so that its loss has no share for each entry that it leaves out; attribute a policy "
+        "that evicts or selects"
     )
 
 
@@ -136,7 +141,9 @@ def response_ids(lm: LM, response: str | Sequence[int] | Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def run_policy(lm: LM, tested: Policy, ids: Tensor, given: Tensor | None, tokens: int) -> tuple[Response, list[Tensor]]:
+def run_policy(
+    lm: LM, tested: Policy, ids: Tensor, given: Tensor | None, tokens: int, storage: Storage = AS_IS
+) -> tuple[Response, list[Tensor]]:
     """The prompt's end with its response, and what each step of it reads under the policy, layer by layer."""
     with shared_prefill(lm.model, [tested]):
         out = lm.model(ids[None].to(lm.device), use_cache=True, logits_to_keep=1)
@@ -144,16 +151,19 @@ def run_policy(lm: LM, tested: Policy, ids: Tensor, given: Tensor | None, tokens
     stores = [layer.groups[0].store for layer in prefilled.compressed]
     entries = [(store.keys[0], store.values[0]) for store in stores]
     made = _greedy(lm, entries, prefilled.others, logits, tokens) if given is None else given
-    stepwise = tested.needs.acts_while_decoding
-    probes = ["positions"] if stepwise else []
-    with compress(lm.model, tested, probes, tokenizer=lm.tokenizer, max_new_tokens=tokens) as session:
+    stepwise = tested.needs.acts_while_decoding or not storage.exact
+    stored = StoredEntries(lm.layout.compressed, len(ids), len(made) - 1)
+    probes = [*["positions"] * stepwise, *[stored] * (not storage.exact)]
+    options: dict[str, Any] = dict(tokenizer=lm.tokenizer, max_new_tokens=tokens, storage=storage)
+    with compress(lm.model, tested, probes, **options) as session:
         cache = session.branch(prefilled)
         session.end_prompt()
         for token in made[:-1] if stepwise else ():
             lm.model(token.view(1, 1).to(lm.device), past_key_values=cache, logits_to_keep=1)
         reads = _reads(session, len(ids), len(made) - 1, stepwise)
     first = float(-logits.log_softmax(-1)[made[0]])
-    return Response(lm, made.cpu(), len(ids), entries, prefilled.others, first), reads
+    rounding = None if storage.exact else stored.layers(reads)
+    return Response(lm, made.cpu(), len(ids), entries, prefilled.others, first, rounding=rounding), reads
 
 
 def _greedy(
@@ -205,23 +215,27 @@ def _integrated(made: Response, reads: list[Tensor], loss: str, points: int) -> 
     policy_loss, full_loss = losses.values.tolist()
     difference = policy_loss - full_loss
     while True:
-        effects = integrated_effects(made, reads, points)
-        unexplained = difference - float(effects.sum())
+        effects, rounding = integrated_effects(made, reads, points)
+        unexplained = difference - float(effects.sum()) - float(rounding.sum())
         if abs(unexplained) <= ENOUGH * abs(difference) or points * 2 > MOST_POINTS:
             break
         points *= 2
-    return Found(effects, attention, policy_loss, full_loss, losses.by_token[0] - losses.by_token[1], points)
+    by_step = losses.by_token[0] - losses.by_token[1]
+    return Found(effects, attention, policy_loss, full_loss, by_step, points, rounding)
 
 
-def integrated_effects(made: Response, reads: list[Tensor], points: int) -> Tensor:
-    """Minus the integral of dL/dg, `[layers, kv_heads, prompt + steps]`, by Gauss and Legendre."""
+def integrated_effects(made: Response, reads: list[Tensor], points: int) -> tuple[Tensor, Tensor]:
+    """Minus the integral of dL/dg by Gauss and Legendre, `[layers, kv_heads, prompt + steps]`: of evicted entries, and
+    `[2, layers, ...]` of rounded keys and of rounded values.
+    """
     nodes, counts = np.polynomial.legendre.leggauss(points)
     device = made.lm.device
     gates = torch.tensor((nodes + 1) / 2, dtype=torch.float32, device=device)
     weights = torch.tensor(counts / 2, dtype=torch.float32, device=device)
-    total = torch.zeros((), device=device)
+    effects = rounding = torch.zeros((), device=device)
     for some in range(0, points, made.points_at_once):
         part = slice(some, some + made.points_at_once)
         passed = made.forward(reads, gates[part], weights[part])
-        total = total + torch.stack([line.effects for line in passed.lines])
-    return -total
+        effects = effects + torch.stack([line.effects for line in passed.lines])
+        rounding = rounding + torch.stack([line.rounding for line in passed.lines], 1)
+    return -effects, -rounding

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvlab.attribution.gated import LayerReads, Line
+from kvlab.attribution.gated import LayerReads, Line, Rounding
 from kvlab.core import adapter, hookable, hooks, onednn
 from kvlab.core.attention import exact
 from kvlab.core.store import LayerStore
@@ -64,6 +64,7 @@ class Response:
         others: what transformers' cache holds for the layers left alone when the prompt has ended, by their number.
         first: the negative log-likelihood of the response's first token, which no policy changes.
         target: `[steps, vocabulary]` log-probabilities of the full cache, for the loss "kl"; None for "nll".
+        rounding: of the compressed layers, where the policy stores entries rounded.
     """
 
     lm: LM
@@ -73,6 +74,7 @@ class Response:
     others: dict[int, Any]
     first: float
     target: Tensor | None = None
+    rounding: list[Rounding] | None = None
 
     @property
     def steps(self) -> int:
@@ -101,7 +103,8 @@ class Response:
         lines: list[Line] = []
 
         def attend(call: hooks.Call) -> Tensor:
-            layer = LayerReads(*self.entries[call.index], reads[call.index])
+            rounding = None if self.rounding is None else self.rounding[call.index]
+            layer = LayerReads(*self.entries[call.index], reads[call.index], rounding)
             lines.append(Line(layer, gates, counts, call.softmax))
             return lines[-1].attend(call.queries, call.keys, call.values)
 

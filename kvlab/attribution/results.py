@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvlab.attribution.path import Response
+from kvlab.core.storage import AS_IS, Storage
 from kvlab.errors import KvlabError
 from kvlab.inputs.token_texts import token_texts
 from kvlab.lib import progress_bars
@@ -39,6 +40,7 @@ class Found:
         policy_loss, full_loss: of the response, in nats.
         by_step: `[steps]`, how much the policy costs each token of the response but the first, in nats.
         points: on the line.
+        rounding: `[2, layers, kv_heads, prompt + steps]`, effects of rounded keys and of rounded values, in nats.
     """
 
     effects: Tensor
@@ -47,6 +49,7 @@ class Found:
     full_loss: float
     by_step: Tensor
     points: int
+    rounding: Tensor
 
 
 class Attribution:
@@ -62,6 +65,9 @@ class Attribution:
             policy compresses.
         attention: of the response over the full cache, summed over steps and query heads, of the same shape.
         by_step: `[tokens - 1]`, what the policy costs each token of the response but the first, in nats.
+        storage: in what form the policy stored what it kept.
+        rounding_keys, rounding_values: what it cost that the entry's key or value was rounded, nats, of the shape of
+            `effects`; 0 for what was evicted or exact at every step.
     """
 
     def __init__(
@@ -74,10 +80,13 @@ class Attribution:
         reads: list[Tensor],
         found: Found,
         loss: str,
+        storage: Storage = AS_IS,
     ):
         self.lm, self.policy, self.document, self.loss = lm, policy, document, loss
         self.prompt, self.response = ids, made.ids
         self.effects, self.attention, self.by_step = found.effects.cpu(), found.attention.cpu(), found.by_step.cpu()
+        self.storage = storage
+        self.rounding_keys, self.rounding_values = found.rounding.cpu()
         self._made, self._reads, self._found = made, reads, found
 
     @cached_property
@@ -86,10 +95,11 @@ class Attribution:
 
         `loss_policy` and `loss_full`, their `difference`; `explained`, the sum of all effects, and `unexplained`, the
         rest; `harmful`, the sum of effects of entries whose loss cost the response, and `helpful`, of those whose loss
-        helped it; `evicted`, the number of entries (layer, KV head, position) that some step does not read; `points`.
+        helped it; `rounding_keys` and `rounding_values`, the sums of what rounding cost; `evicted`, the number of
+        entries (layer, KV head, position) that some step does not read; `points`.
         """
-        effects = self.effects.double()
-        explained = float(effects.sum())
+        effects, keys, values = (each.double() for each in (self.effects, self.rounding_keys, self.rounding_values))
+        explained = float(effects.sum() + keys.sum() + values.sum())
         difference = self._found.policy_loss - self._found.full_loss
         return {
             "loss_policy": self._found.policy_loss,
@@ -99,6 +109,8 @@ class Attribution:
             "unexplained": difference - explained,
             "harmful": float(effects.clamp_min(0).sum()),
             "helpful": float(effects.clamp_max(0).sum()),
+            "rounding_keys": float(keys.sum()),
+            "rounding_values": float(values.sum()),
             "evicted": float(self.evicted.sum()),
             "points": float(self._found.points),
         }
@@ -151,6 +163,32 @@ class Attribution:
             }
         )
         return frame.sort_values("effect", ascending=False, kind="stable", ignore_index=True)
+
+    @cached_property
+    def rounding(self) -> pd.DataFrame:
+        """Tidy, one row for each entry that some step reads rounded, from the costliest on: layer (in the model),
+        kv_head, position, token, keys and values (nats, positive where rounding them cost the response), attention
+        (as in `table`). Empty where everything is stored exactly.
+        """
+        import pandas as pd
+
+        found = torch.zeros(self.effects.shape, dtype=torch.bool)
+        for layer, rounding in zip(found, self._made.rounding or (), strict=False):
+            layer |= rounding.when.any(1).unflatten(0, (len(layer), -1)).any(1).cpu()
+        layers, heads, positions = at = found.nonzero(as_tuple=True)
+        frame = pd.DataFrame(
+            {
+                "layer": torch.tensor(self.lm.layout.compressed)[layers].numpy(),
+                "kv_head": heads.numpy(),
+                "position": positions.numpy(),
+                "token": [self.tokens[place] for place in positions.tolist()],
+                "keys": self.rounding_keys[at].numpy(),
+                "values": self.rounding_values[at].numpy(),
+                "attention": self.attention[at].numpy(),
+            }
+        )
+        costs = frame["keys"] + frame["values"]
+        return frame.iloc[(-costs).argsort(kind="stable")].reset_index(drop=True)
 
     def by(self, what: Literal["token", "head", "layer"]) -> pd.DataFrame:
         """Sums over the entries of each token (position), head or layer, from the costliest on: effect, harmful and
