@@ -171,7 +171,7 @@ REASONS = {
 
 @pytest.mark.parametrize("name", kvlab.policies())
 def test_every_policy_is_attributed_or_refused_with_the_reason(tiny, name):
-    lm = gates.sharpened(tiny())
+    lm = sharpened(tiny(), name)
     if name in REASONS:
         sentence = refusal(attribute, lm, small(name), prompt(48), 4)
         assert sentence.startswith(REASONS[name]) and "evicts or selects" in sentence

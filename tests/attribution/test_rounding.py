@@ -102,7 +102,7 @@ class Fine(Rounded):
 
 
 def test_a_small_effect_is_that_of_making_the_key_or_the_value_exact_alone(tiny):
-    """Where rounding is fine and nothing evicted the line is straight, and each key and value can be made exact alone."""
+    """Where rounding is fine and nothing evicted the line is straight: each key and value can be made exact alone."""
     lm = gates.sharpened(tiny(), attention=3.0)
     why = attribute(lm, "full", prompt(40), 5, storage=Storage("fine", "to 1/512", Fine))
     off, reads = off_and_reads(why)
