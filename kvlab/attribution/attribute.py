@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from kvlab.attribution import memory
 from kvlab.attribution.path import Response
 from kvlab.attribution.results import Attribution, Found
 from kvlab.attribution.stored import StoredEntries
@@ -27,6 +28,7 @@ from kvlab.lib import progress_bars
 from kvlab.live.session import Session, compress
 from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods import Policy, policy
+from kvlab.traces.passes import chunk_for
 from kvlab.traces.recording import prompt_ids, several
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ def attribute(
 
     Raises:
         KvlabError: a policy that merges or changes entries or outputs, a response of one token, or what
-            `kvlab.capture` refuses.
+            `kvlab.capture` refuses; more memory than there is.
     """
     lm, tested = lm_of(lm), policy(policy_or_name)
     form = stored_as(storage)
@@ -104,9 +106,11 @@ def attribute(
             f"the prompt has {len(ids)} tokens and the response {tokens}, which is beyond the {lm.context_length} that "
             f"{lm.name} takes; shorten the document (Document.window) or the response"
         )
+    chunk = chunk_for(lm.model, len(ids))
+    memory.check(lm, tested, len(ids), tokens - 1, form, chunk)
     modules = hookable.layers_of(lm.model)
     stepwise = tested.needs.acts_while_decoding or not form.exact
-    work = progress_bars.work(len(ids), *[1] * (tokens * (stepwise + (given is None))))
+    work = progress_bars.work(*map(len, pieces(ids, chunk)), *[1] * (tokens * (stepwise + (given is None))))
     work += (points * PASS + 2) * tokens
     with progress_bars.layers(modules, work, "attribute", progress):
         made, reads = run_policy(lm, tested, ids, given, tokens, form)
@@ -131,6 +135,14 @@ def _check(tested: Policy) -> None:
     )
 
 
+def pieces(ids: Tensor, chunk: int) -> list[Tensor]:
+    """A prompt in parts of `chunk` tokens. No last one has a single token: that would be a step of decoding."""
+    found = list(ids.split(chunk))
+    if len(found) > 1 and len(found[-1]) == 1:
+        found[-2:] = [torch.cat(found[-2:])]
+    return found
+
+
 def response_ids(lm: LM, response: str | Sequence[int] | Tensor) -> Tensor:
     if isinstance(response, str):
         if not response:
@@ -146,7 +158,11 @@ def run_policy(
 ) -> tuple[Response, list[Tensor]]:
     """The prompt's end with its response, and what each step of it reads under the policy, layer by layer."""
     with shared_prefill(lm.model, [tested]):
-        out = lm.model(ids[None].to(lm.device), use_cache=True, logits_to_keep=1)
+        out = None
+        for piece in pieces(ids, chunk_for(lm.model, len(ids))):
+            past = None if out is None else out.past_key_values
+            out = lm.model(piece[None].to(lm.device), past_key_values=past, use_cache=True, logits_to_keep=1)
+    assert out is not None, "a prompt has tokens"
     prefilled, logits = out.past_key_values, out.logits[0, -1].float()
     stores = [layer.groups[0].store for layer in prefilled.compressed]
     entries = [(store.keys[0], store.values[0]) for store in stores]

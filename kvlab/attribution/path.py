@@ -21,6 +21,11 @@ LOGITS_AT_ONCE = 1 << 26
 """Logits of one pass: points on the line run together as long as they have no more."""
 
 
+def points_at_once(lm: LM, steps: int) -> int:
+    """How many points on the line run together, for a response of which so many tokens are fed."""
+    return max(1, LOGITS_AT_ONCE // (steps * hookable.text_config(lm.model).vocab_size))
+
+
 class _NewAlone(adapter.StoreLayer):
     """Says how long the prompt in its store is, and hands on what is new alone; nothing is stored."""
 
@@ -83,8 +88,7 @@ class Response:
 
     @property
     def points_at_once(self) -> int:
-        vocabulary = hookable.text_config(self.lm.model).vocab_size
-        return max(1, LOGITS_AT_ONCE // (self.steps * vocabulary))
+        return points_at_once(self.lm, self.steps)
 
     def forward(
         self, reads: Sequence[Tensor], gates: Tensor, weights: Tensor | None = None, log_probabilities: bool = False
