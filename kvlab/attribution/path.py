@@ -17,13 +17,13 @@ from kvlab.core.attention import exact
 from kvlab.core.store import LayerStore
 from kvlab.inputs.models import LM
 
-LOGITS_AT_ONCE = 1 << 26
-"""Logits of one pass: points on the line run together as long as they have no more."""
+LOGITS_AT_ONCE, POINTS_AT_ONCE = 1 << 26, 8
+"""Points on the line run together, so many, as long as they have no more logits than this."""
 
 
 def points_at_once(lm: LM, steps: int) -> int:
     """How many points on the line run together, for a response of which so many tokens are fed."""
-    return max(1, LOGITS_AT_ONCE // (steps * hookable.text_config(lm.model).vocab_size))
+    return min(max(1, LOGITS_AT_ONCE // (steps * hookable.text_config(lm.model).vocab_size)), POINTS_AT_ONCE)
 
 
 class _NewAlone(adapter.StoreLayer):

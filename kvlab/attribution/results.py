@@ -27,6 +27,7 @@ COUNTS = (10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 """Entries that the curve of restoring puts back."""
 ORDERS = ("effect", "attention", "recency", "random")
 SUMS = ("effect", "harmful", "helpful", "attention", "entries")
+ROUNDING_SUMS = ("keys", "values", "attention", "entries")
 GROUPS = {"token": ["position", "token"], "head": ["layer", "kv_head"], "layer": ["layer"]}
 
 
@@ -131,6 +132,16 @@ class Attribution:
         return torch.stack(found)
 
     @property
+    def name(self) -> str:
+        """The policy, and its storage where that is not the plain one."""
+        return self.storage.behind(str(self.policy))
+
+    @property
+    def costs(self) -> Tensor:
+        """Effects of evictions and of rounding together, nats, `[layers, kv_heads, prompt + steps]`."""
+        return self.effects + self.rounding_keys + self.rounding_values
+
+    @property
     def evicted(self) -> Tensor:
         """Which entries some step does not read, bool `[layers, kv_heads, prompt + steps]`."""
         return self.kept < 1
@@ -162,7 +173,7 @@ class Attribution:
                 "kept": self.kept[at].numpy(),
             }
         )
-        return frame.sort_values("effect", ascending=False, kind="stable", ignore_index=True)
+        return _from_costliest(frame, ["effect"])
 
     @cached_property
     def rounding(self) -> pd.DataFrame:
@@ -187,20 +198,28 @@ class Attribution:
                 "attention": self.attention[at].numpy(),
             }
         )
-        costs = frame["keys"] + frame["values"]
-        return frame.iloc[(-costs).argsort(kind="stable")].reset_index(drop=True)
+        return _from_costliest(frame, ["keys", "values"])
 
-    def by(self, what: Literal["token", "head", "layer"]) -> pd.DataFrame:
+    def by(
+        self, what: Literal["token", "head", "layer"], of: Literal["evictions", "rounding"] = "evictions"
+    ) -> pd.DataFrame:
         """Sums over the entries of each token (position), head or layer, from the costliest on: effect, harmful and
-        helpful (the sums of its parts above and below 0), attention, and entries, their number.
+        helpful (the sums of its parts above and below 0), attention, and entries, their number. Of rounded entries
+        (`of="rounding"`) keys and values, nats, attention and entries.
         """
         if what not in GROUPS:
             raise KvlabError(f"by={what!r} is none of {', '.join(map(repr, GROUPS))}")
-        table = self.table.assign(
-            harmful=self.table.effect.clip(lower=0), helpful=self.table.effect.clip(upper=0), entries=1
-        )
-        sums = table.groupby(GROUPS[what], sort=False, as_index=False).agg(dict.fromkeys(SUMS, "sum"))
-        return sums.sort_values("effect", ascending=False, kind="stable", ignore_index=True)
+        if of == "evictions":
+            table = self.table.assign(
+                harmful=self.table.effect.clip(lower=0), helpful=self.table.effect.clip(upper=0), entries=1
+            )
+            columns, cost = SUMS, ["effect"]
+        elif of == "rounding":
+            table, columns, cost = self.rounding.assign(entries=1), ROUNDING_SUMS, ["keys", "values"]
+        else:
+            raise KvlabError(f"of={of!r} is neither 'evictions' nor 'rounding'")
+        sums = table.groupby(GROUPS[what], sort=False, as_index=False).agg(dict.fromkeys(columns, "sum"))
+        return _from_costliest(sums, cost)
 
     @cached_property
     def restored(self) -> pd.DataFrame:
@@ -278,6 +297,12 @@ class Attribution:
     def __repr__(self) -> str:
         found = self.summary
         return (
-            f"Attribution({self.policy}, {self.document}: {found['loss_full']:.4g} -> {found['loss_policy']:.4g} nats, "
+            f"Attribution({self.name}, {self.document}: {found['loss_full']:.4g} -> {found['loss_policy']:.4g} nats, "
             f"{found['evicted']:.0f} entries, {found['unexplained']:.2g} unexplained)"
         )
+
+
+def _from_costliest(table: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
+    """The rows by the sum of these columns, the largest first."""
+    order = (-table[columns].sum(axis=1)).argsort(kind="stable")
+    return table.iloc[order].reset_index(drop=True)
