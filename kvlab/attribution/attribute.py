@@ -30,6 +30,7 @@ from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods import Policy, policy
 from kvlab.traces.passes import chunk_for
 from kvlab.traces.recording import prompt_ids, several
+from kvlab.traces.trace import Trace
 
 if TYPE_CHECKING:
     from kvlab.inputs.corpus import Document
@@ -45,7 +46,7 @@ PASS = 3
 def attribute(
     lm: LM | torch.nn.Module,
     policy_or_name: Policy | str,
-    text: str | Document | Tensor | Sequence[int],
+    text: str | Document | Tensor | Sequence[int] | Trace,
     new_tokens: int = 32,
     *,
     response: str | Sequence[int] | Tensor | None = None,
@@ -69,7 +70,7 @@ def attribute(
     Args:
         lm: from `kvlab.load` or `kvlab.random_lm`, or a transformers model (which has no tokenizer: ids only).
         policy_or_name: a policy that leaves entries out, after the prefill, while decoding, or in what a step reads.
-        text: a text, a `Document` or token ids.
+        text: a text, a `Document` or token ids; or a trace of this model, whose prompt and response are taken.
         new_tokens: length of the response, 2 or more; the full cache's greedy one, unless `response` is given.
         response: a text or token ids that follow the prompt instead.
         loss: "nll", the response's negative log-likelihood; "kl", the divergence of the next-token distributions from
@@ -90,10 +91,14 @@ def attribute(
         raise KvlabError(f"loss={loss!r} is neither 'nll' nor 'kl'")
     if not 1 <= whole("points", points) <= MOST_POINTS:
         raise KvlabError(f"points={points}: between 1 and {MOST_POINTS} points on the line can be taken")
+    of_trace = text if isinstance(text, Trace) else None
+    if of_trace is not None:
+        text, response = _from_trace(lm, of_trace, response)
     if several(text):
         raise KvlabError("one prompt is attributed at a time; call attribute for each")
     _check(tested)
     ids, document = prompt_ids(lm, text, chat)
+    document = document if of_trace is None else of_trace.document
     given = None if response is None else response_ids(lm, response)
     tokens = whole("new_tokens", new_tokens) if given is None else len(given)
     if tokens < 2:
@@ -116,6 +121,19 @@ def attribute(
         made, reads = run_policy(lm, tested, ids, given, tokens, form)
         found = _integrated(made, reads, loss, points)
     return Attribution(lm, tested, document, ids, made, reads, found, loss, form)
+
+
+def _from_trace(
+    lm: LM, trace: Trace, response: str | Sequence[int] | Tensor | None
+) -> tuple[Tensor, str | Sequence[int] | Tensor | None]:
+    """The prompt of a trace, and its response unless another is given."""
+    made_by = trace.meta.get("model")
+    if trace.ids is None:
+        raise KvlabError("this trace has no token ids to run again; capture the prompt, or give its ids")
+    if made_by is not None and made_by != lm.signature:
+        raise KvlabError(f"the trace is of {made_by}, and {lm.signature} is to run it; load the trace's model")
+    own = trace.ids[trace.prompt_length :]
+    return trace.ids[: trace.prompt_length], own if response is None and len(own) else response
 
 
 def _check(tested: Policy) -> None:

@@ -136,6 +136,10 @@ class Attribution:
         """The policy, and its storage where that is not the plain one."""
         return self.storage.behind(str(self.policy))
 
+    def is_of(self, prompt: Tensor) -> bool:
+        """Whether these are the token ids of the prompt."""
+        return torch.equal(self.prompt, prompt.cpu())
+
     @property
     def costs(self) -> Tensor:
         """Effects of evictions and of rounding together, nats, `[layers, kv_heads, prompt + steps]`."""
