@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 COPIES = 3
 """Of the prompt's keys and values: the prefill's, the greedy response's, and one that grows."""
-STATES = 40
+STATES = 24
 """Numbers of a layer and token that a pass with its way back keeps, in hidden sizes."""
 
 
