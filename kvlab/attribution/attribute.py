@@ -132,8 +132,8 @@ def _from_trace(
         raise KvlabError("this trace has no token ids to run again; capture the prompt, or give its ids")
     if made_by is not None and made_by != lm.signature:
         raise KvlabError(f"the trace is of {made_by}, and {lm.signature} is to run it; load the trace's model")
-    own = trace.ids[trace.prompt_length :]
-    return trace.ids[: trace.prompt_length], own if response is None and len(own) else response
+    prompt, own = trace.ids.tensor_split([trace.prompt_length])
+    return prompt, own if response is None and len(own) else response
 
 
 def _check(tested: Policy) -> None:

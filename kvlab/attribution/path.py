@@ -144,7 +144,8 @@ class Response:
         if self.target is not None:
             divergences = F.kl_div(known, self.target.expand_as(known), reduction="none", log_target=True)
             return divergences.sum(-1)
-        following = self.ids[1:].to(known.device).expand(len(known), -1)
+        # A capture makes ids in inference mode, and a gradient needs others.
+        following = self.ids[1:].clone().to(known.device).expand(len(known), -1)
         return -known.gather(-1, following[..., None])[..., 0]
 
     def _cache(self, points: int) -> Cache:
