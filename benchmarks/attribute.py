@@ -34,7 +34,7 @@ LENGTHS = [4096]
 
 def runs_of(lm: kvlab.LM, policy: kvlab.Policy, ids: torch.Tensor, new_tokens: int) -> dict:
     made, prefilled = prefill_with_response(lm, [policy], ids, None, new_tokens)
-    reads = run_policy(policy, made, prefilled)
+    made, reads = run_policy(policy, made, prefilled)
     return {
         PLAIN: lambda: prefill(lm, ids),
         EFFECTS: lambda: integrated_effects(made, reads, POINTS),

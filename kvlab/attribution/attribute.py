@@ -9,6 +9,7 @@ attribution patching has it. `kvlab/attribution/gated.py` holds the algebra of o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -16,16 +17,21 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from kvlab.attribution import memory
 from kvlab.attribution.path import Response
 from kvlab.attribution.results import Attribution, Found
+from kvlab.attribution.stored import StoredEntries
 from kvlab.core import adapter, hookable, ranking
+from kvlab.core.storage import AS_IS, Storage, stored_as
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import lm_of
 from kvlab.lib import progress_bars
 from kvlab.live.session import Session, compress
 from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods import Policy, policy
+from kvlab.traces.passes import chunk_for
 from kvlab.traces.recording import prompt_ids, several
+from kvlab.traces.trace import Trace
 
 if TYPE_CHECKING:
     from kvlab.inputs.corpus import Document
@@ -42,13 +48,14 @@ PASS = 3
 def attribute(
     lm: LM | torch.nn.Module,
     policy_or_name: Policy | str,
-    text: str | Document | Tensor | Sequence[int],
+    text: str | Document | Tensor | Sequence[int] | Trace,
     new_tokens: int = 32,
     *,
     response: str | Sequence[int] | Tensor | None = None,
     loss: Literal["nll", "kl"] = "nll",
     points: int = POINTS,
     chat: str | bool = "auto",
+    storage: str | Storage = "as_is",
     progress: bool | None = None,
 ) -> Attribution:
     """What the loss of each evicted entry cost the response, in nats, of all layers, KV heads and positions at once.
@@ -65,7 +72,7 @@ def attribute(
     Args:
         lm: from `kvlab.load` or `kvlab.random_lm`, or a transformers model (which has no tokenizer: ids only).
         policy_or_name: a policy that leaves entries out, after the prefill, while decoding, or in what a step reads.
-        text: a text, a `Document` or token ids.
+        text: a text, a `Document` or token ids; or a trace of this model, whose prompt and response are taken.
         new_tokens: length of the response, 2 or more; the full cache's greedy one, unless `response` is given.
         response: a text or token ids that follow the prompt instead.
         loss: "nll", the response's negative log-likelihood; "kl", the divergence of the next-token distributions from
@@ -73,39 +80,46 @@ def attribute(
         points: of Gauss and Legendre on the line; doubled, up to 64, until the effects explain the difference of the
             losses up to 5 %.
         chat: as `kvlab.capture` takes it.
+        storage: as `kvlab.compress` takes it. What rounding costs is told apart: `Attribution.rounding`.
         progress: show a progress bar; by default after five seconds, on a terminal or in a notebook run by hand.
 
     Raises:
         KvlabError: a policy that merges or changes entries or outputs, a response of one token, or what
-            `kvlab.capture` refuses.
+            `kvlab.capture` refuses; more memory than there is.
     """
-    options: dict[str, Any] = {"response": response, "loss": loss, "points": points, "chat": chat}
+    options: dict[str, Any] = {"response": response, "loss": loss, "points": points, "chat": chat, "storage": storage}
     return attributions(lm, [policy_or_name], text, new_tokens, progress=progress, **options)[0]
 
 
 def attributions(
     lm: LM | torch.nn.Module,
     policies: Sequence[Policy | str],
-    text: str | Document | Tensor | Sequence[int],
+    text: str | Document | Tensor | Sequence[int] | Trace,
     new_tokens: int = 32,
     *,
     response: str | Sequence[int] | Tensor | None = None,
     loss: Literal["nll", "kl"] = "nll",
     points: int = POINTS,
     chat: str | bool = "auto",
+    storage: str | Storage = "as_is",
     progress: bool | None = None,
 ) -> list[Attribution]:
     """`attribute` for several policies, with one prefill and one response for all of them."""
     lm, chosen = lm_of(lm), [policy(each) for each in policies]
+    form = stored_as(storage)
     if loss not in ("nll", "kl"):
         raise KvlabError(f"loss={loss!r} is neither 'nll' nor 'kl'")
     if not 1 <= whole("points", points) <= MOST_POINTS:
         raise KvlabError(f"points={points}: between 1 and {MOST_POINTS} points on the line can be taken")
+    of_trace = text if isinstance(text, Trace) else None
+    if of_trace is not None:
+        text, response = _from_trace(lm, of_trace, response)
     if several(text):
         raise KvlabError("one prompt is attributed at a time; call attribute for each")
     for tested in chosen:
         _check(tested)
     ids, document = prompt_ids(lm, text, chat)
+    document = document if of_trace is None else of_trace.document
     given = None if response is None else response_ids(lm, response)
     tokens = whole("new_tokens", new_tokens) if given is None else len(given)
     if tokens < 2:
@@ -118,18 +132,34 @@ def attributions(
             f"the prompt has {len(ids)} tokens and the response {tokens}, which is beyond the {lm.context_length} that "
             f"{lm.name} takes; shorten the document (Document.window) or the response"
         )
+    chunk = chunk_for(lm.model, len(ids))
+    for tested in chosen:
+        memory.check(lm, tested, len(ids), tokens - 1, form, chunk)
     modules = hookable.layers_of(lm.model)
-    stepwise = sum(tested.needs.acts_while_decoding for tested in chosen)
-    work = progress_bars.work(len(ids), *[1] * (tokens * (stepwise + (given is None))))
+    stepwise = sum(tested.needs.acts_while_decoding or not form.exact for tested in chosen)
+    work = progress_bars.work(*map(len, pieces(ids, chunk)), *[1] * (tokens * (stepwise + (given is None))))
     work += (points * PASS + 2) * tokens * len(chosen)
     results = []
     with progress_bars.layers(modules, work, "attribute", progress):
-        made, prefilled = prefill(lm, chosen, ids, given, tokens)
+        prompt, prefilled = prefill(lm, chosen, ids, given, tokens)
         for tested in chosen:
-            reads = run_policy(tested, made, prefilled)
+            made, reads = run_policy(tested, prompt, prefilled, form)
             found = _integrated(made, reads, loss, points)
-            results.append(Attribution(lm, tested, document, ids, made, reads, found, loss))
+            results.append(Attribution(lm, tested, document, ids, made, reads, found, loss, form))
     return results
+
+
+def _from_trace(
+    lm: LM, trace: Trace, response: str | Sequence[int] | Tensor | None
+) -> tuple[Tensor, str | Sequence[int] | Tensor | None]:
+    """The prompt of a trace, and its response unless another is given."""
+    made_by = trace.meta.get("model")
+    if trace.ids is None:
+        raise KvlabError("this trace has no token ids to run again; capture the prompt, or give its ids")
+    if made_by is not None and made_by != lm.signature:
+        raise KvlabError(f"the trace is of {made_by}, and {lm.signature} is to run it; load the trace's model")
+    prompt, own = trace.ids.tensor_split([trace.prompt_length])
+    return prompt, own if response is None and len(own) else response
 
 
 def _check(tested: Policy) -> None:
@@ -144,9 +174,17 @@ def _check(tested: Policy) -> None:
     else:
         return
     raise KvlabError(
-        f"{tested.name} {what}, so that its loss does not split into one share for each entry that it leaves out; "
-        "attribute a policy that evicts or selects"
+        f"{tested.name} {what}, so that its loss has no share for each entry that it leaves out; attribute a policy "
+        "that evicts or selects"
     )
+
+
+def pieces(ids: Tensor, chunk: int) -> list[Tensor]:
+    """A prompt in parts of `chunk` tokens. No last one has a single token: that would be a step of decoding."""
+    found = list(ids.split(chunk))
+    if len(found) > 1 and len(found[-1]) == 1:
+        found[-2:] = [torch.cat(found[-2:])]
+    return found
 
 
 def response_ids(lm: LM, response: str | Sequence[int] | Tensor) -> Tensor:
@@ -164,7 +202,11 @@ def prefill(
 ) -> tuple[Response, LiveCache]:
     """The prompt's end with its response, and the cache from which each of these policies can start."""
     with shared_prefill(lm.model, policies):
-        out = lm.model(ids[None].to(lm.device), use_cache=True, logits_to_keep=1)
+        out = None
+        for piece in pieces(ids, chunk_for(lm.model, len(ids))):
+            past = None if out is None else out.past_key_values
+            out = lm.model(piece[None].to(lm.device), past_key_values=past, use_cache=True, logits_to_keep=1)
+    assert out is not None, "a prompt has tokens"
     prefilled, logits = out.past_key_values, out.logits[0, -1].float()
     stores = [layer.groups[0].store for layer in prefilled.compressed]
     entries = [(store.keys[0], store.values[0]) for store in stores]
@@ -174,16 +216,21 @@ def prefill(
 
 
 @torch.no_grad()
-def run_policy(tested: Policy, made: Response, prefilled: LiveCache) -> list[Tensor]:
-    """What each step of the response reads under the policy, layer by layer."""
-    lm, stepwise = made.lm, tested.needs.acts_while_decoding
-    probes = ["positions"] if stepwise else []
-    with compress(lm.model, tested, probes, tokenizer=lm.tokenizer, max_new_tokens=len(made.ids)) as session:
+def run_policy(
+    tested: Policy, made: Response, prefilled: LiveCache, storage: Storage = AS_IS
+) -> tuple[Response, list[Tensor]]:
+    """The response with what its storage rounds, and what each step of it reads under the policy, layer by layer."""
+    lm, stepwise = made.lm, tested.needs.acts_while_decoding or not storage.exact
+    stored = StoredEntries(lm.layout.compressed, made.prompt, made.steps)
+    probes = [*["positions"] * stepwise, *[stored] * (not storage.exact)]
+    options: dict[str, Any] = dict(tokenizer=lm.tokenizer, max_new_tokens=len(made.ids), storage=storage)
+    with compress(lm.model, tested, probes, **options) as session:
         cache = session.branch(prefilled)
         session.end_prompt()
         for token in made.ids[:-1] if stepwise else ():
             lm.model(token.view(1, 1).to(lm.device), past_key_values=cache, logits_to_keep=1)
-        return _reads(session, made.prompt, made.steps, stepwise)
+        reads = _reads(session, made.prompt, made.steps, stepwise)
+    return replace(made, rounding=None if storage.exact else stored.layers(reads)), reads
 
 
 def _greedy(
@@ -235,23 +282,27 @@ def _integrated(made: Response, reads: list[Tensor], loss: str, points: int) -> 
     policy_loss, full_loss = losses.values.tolist()
     difference = policy_loss - full_loss
     while True:
-        effects = integrated_effects(made, reads, points)
-        unexplained = difference - float(effects.sum())
+        effects, rounding = integrated_effects(made, reads, points)
+        unexplained = difference - float(effects.sum()) - float(rounding.sum())
         if abs(unexplained) <= ENOUGH * abs(difference) or points * 2 > MOST_POINTS:
             break
         points *= 2
-    return Found(effects, attention, policy_loss, full_loss, losses.by_token[0] - losses.by_token[1], points)
+    by_step = losses.by_token[0] - losses.by_token[1]
+    return Found(effects, attention, policy_loss, full_loss, by_step, points, rounding)
 
 
-def integrated_effects(made: Response, reads: list[Tensor], points: int) -> Tensor:
-    """Minus the integral of dL/dg, `[layers, kv_heads, prompt + steps]`, by Gauss and Legendre."""
+def integrated_effects(made: Response, reads: list[Tensor], points: int) -> tuple[Tensor, Tensor]:
+    """Minus the integral of dL/dg by Gauss and Legendre, `[layers, kv_heads, prompt + steps]`: of evicted entries, and
+    `[2, layers, ...]` of rounded keys and of rounded values.
+    """
     nodes, counts = np.polynomial.legendre.leggauss(points)
     device = made.lm.device
     gates = torch.tensor((nodes + 1) / 2, dtype=torch.float32, device=device)
     weights = torch.tensor(counts / 2, dtype=torch.float32, device=device)
-    total = torch.zeros((), device=device)
+    effects = rounding = torch.zeros((), device=device)
     for some in range(0, points, made.points_at_once):
         part = slice(some, some + made.points_at_once)
         passed = made.forward(reads, gates[part], weights[part])
-        total = total + torch.stack([line.effects for line in passed.lines])
-    return -total
+        effects = effects + torch.stack([line.effects for line in passed.lines])
+        rounding = rounding + torch.stack([line.rounding for line in passed.lines], 1)
+    return -effects, -rounding

@@ -150,4 +150,5 @@ def _loss(made: Response, sets: Tensor) -> float:
 
 def _effects(made: Response, sets: Tensor, points: int) -> Tensor:
     """Of the prompt's entries, `[layers, kv_heads, prompt]`; 0 for those in the sets."""
-    return integrated_effects(made, _reads(made, sets), points)[..., : made.prompt].cpu()
+    effects, _ = integrated_effects(made, _reads(made, sets), points)
+    return effects[..., : made.prompt].cpu()

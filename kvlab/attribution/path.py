@@ -11,14 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvlab.attribution.gated import LayerReads, Line
+from kvlab.attribution.gated import LayerReads, Line, Rounding
 from kvlab.core import adapter, hookable, hooks, onednn
 from kvlab.core.attention import exact
 from kvlab.core.store import LayerStore
 from kvlab.inputs.models import LM
 
-LOGITS_AT_ONCE = 1 << 26
-"""Logits of one pass: points on the line run together as long as they have no more."""
+LOGITS_AT_ONCE, POINTS_AT_ONCE = 1 << 26, 8
+"""Points on the line run together, so many, as long as they have no more logits than this."""
+
+
+def points_at_once(lm: LM, steps: int) -> int:
+    """How many points on the line run together, for a response of which so many tokens are fed."""
+    return min(max(1, LOGITS_AT_ONCE // (steps * hookable.text_config(lm.model).vocab_size)), POINTS_AT_ONCE)
 
 
 class _NewAlone(adapter.StoreLayer):
@@ -64,6 +69,7 @@ class Response:
         others: what transformers' cache holds for the layers left alone when the prompt has ended, by their number.
         first: the negative log-likelihood of the response's first token, which no policy changes.
         target: `[steps, vocabulary]` log-probabilities of the full cache, for the loss "kl"; None for "nll".
+        rounding: of the compressed layers, where the policy stores entries rounded.
     """
 
     lm: LM
@@ -73,6 +79,7 @@ class Response:
     others: dict[int, Any]
     first: float
     target: Tensor | None = None
+    rounding: list[Rounding] | None = None
 
     @property
     def steps(self) -> int:
@@ -81,8 +88,7 @@ class Response:
 
     @property
     def points_at_once(self) -> int:
-        vocabulary = hookable.text_config(self.lm.model).vocab_size
-        return max(1, LOGITS_AT_ONCE // (self.steps * vocabulary))
+        return points_at_once(self.lm, self.steps)
 
     def forward(
         self, reads: Sequence[Tensor], gates: Tensor, weights: Tensor | None = None, log_probabilities: bool = False
@@ -101,7 +107,8 @@ class Response:
         lines: list[Line] = []
 
         def attend(call: hooks.Call) -> Tensor:
-            layer = LayerReads(*self.entries[call.index], reads[call.index])
+            rounding = None if self.rounding is None else self.rounding[call.index]
+            layer = LayerReads(*self.entries[call.index], reads[call.index], rounding)
             lines.append(Line(layer, gates, counts, call.softmax))
             return lines[-1].attend(call.queries, call.keys, call.values)
 
@@ -137,7 +144,8 @@ class Response:
         if self.target is not None:
             divergences = F.kl_div(known, self.target.expand_as(known), reduction="none", log_target=True)
             return divergences.sum(-1)
-        following = self.ids[1:].to(known.device).expand(len(known), -1)
+        # A capture makes ids in inference mode, and a gradient needs others.
+        following = self.ids[1:].clone().to(known.device).expand(len(known), -1)
         return -known.gather(-1, following[..., None])[..., 0]
 
     def _cache(self, points: int) -> Cache:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvlab.attribution.path import Response
+from kvlab.core.storage import AS_IS, Storage
 from kvlab.errors import KvlabError
 from kvlab.inputs.token_texts import token_texts
 from kvlab.lib import progress_bars
@@ -26,6 +27,7 @@ COUNTS = (10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 """Entries that the curve of restoring puts back."""
 ORDERS = ("effect", "attention", "recency", "random")
 SUMS = ("effect", "harmful", "helpful", "attention", "entries")
+ROUNDING_SUMS = ("keys", "values", "attention", "entries")
 GROUPS = {"token": ["position", "token"], "head": ["layer", "kv_head"], "layer": ["layer"]}
 
 
@@ -39,6 +41,7 @@ class Found:
         policy_loss, full_loss: of the response, in nats.
         by_step: `[steps]`, how much the policy costs each token of the response but the first, in nats.
         points: on the line.
+        rounding: `[2, layers, kv_heads, prompt + steps]`, effects of rounded keys and of rounded values, in nats.
     """
 
     effects: Tensor
@@ -47,6 +50,7 @@ class Found:
     full_loss: float
     by_step: Tensor
     points: int
+    rounding: Tensor
 
 
 class Attribution:
@@ -62,6 +66,9 @@ class Attribution:
             policy compresses.
         attention: of the response over the full cache, summed over steps and query heads, of the same shape.
         by_step: `[tokens - 1]`, what the policy costs each token of the response but the first, in nats.
+        storage: in what form the policy stored what it kept.
+        rounding_keys, rounding_values: what it cost that the entry's key or value was rounded, nats, of the shape of
+            `effects`; 0 for what was evicted or exact at every step.
     """
 
     def __init__(
@@ -74,10 +81,13 @@ class Attribution:
         reads: list[Tensor],
         found: Found,
         loss: str,
+        storage: Storage = AS_IS,
     ):
         self.lm, self.policy, self.document, self.loss = lm, policy, document, loss
         self.prompt, self.response = ids, made.ids
         self.effects, self.attention, self.by_step = found.effects.cpu(), found.attention.cpu(), found.by_step.cpu()
+        self.storage = storage
+        self.rounding_keys, self.rounding_values = found.rounding.cpu()
         self._made, self._reads, self._found = made, reads, found
 
     @cached_property
@@ -86,10 +96,11 @@ class Attribution:
 
         `loss_policy` and `loss_full`, their `difference`; `explained`, the sum of all effects, and `unexplained`, the
         rest; `harmful`, the sum of effects of entries whose loss cost the response, and `helpful`, of those whose loss
-        helped it; `evicted`, the number of entries (layer, KV head, position) that some step does not read; `points`.
+        helped it; `rounding_keys` and `rounding_values`, the sums of what rounding cost; `evicted`, the number of
+        entries (layer, KV head, position) that some step does not read; `points`.
         """
-        effects = self.effects.double()
-        explained = float(effects.sum())
+        effects, keys, values = (each.double() for each in (self.effects, self.rounding_keys, self.rounding_values))
+        explained = float(effects.sum() + keys.sum() + values.sum())
         difference = self._found.policy_loss - self._found.full_loss
         return {
             "loss_policy": self._found.policy_loss,
@@ -99,6 +110,8 @@ class Attribution:
             "unexplained": difference - explained,
             "harmful": float(effects.clamp_min(0).sum()),
             "helpful": float(effects.clamp_max(0).sum()),
+            "rounding_keys": float(keys.sum()),
+            "rounding_values": float(values.sum()),
             "evicted": float(self.evicted.sum()),
             "points": float(self._found.points),
         }
@@ -117,6 +130,20 @@ class Attribution:
             shared = read.cpu().unflatten(0, (kv_heads, -1)).expand(-1, -1, steps, -1)
             found.append((shared & after).sum((1, 2)) / (after.sum(0) * shared.shape[1]))
         return torch.stack(found)
+
+    @property
+    def name(self) -> str:
+        """The policy, and its storage where that is not the plain one."""
+        return self.storage.behind(str(self.policy))
+
+    def is_of(self, prompt: Tensor) -> bool:
+        """Whether these are the token ids of the prompt."""
+        return torch.equal(self.prompt, prompt.cpu())
+
+    @property
+    def costs(self) -> Tensor:
+        """Effects of evictions and of rounding together, nats, `[layers, kv_heads, prompt + steps]`."""
+        return self.effects + self.rounding_keys + self.rounding_values
 
     @property
     def evicted(self) -> Tensor:
@@ -150,19 +177,53 @@ class Attribution:
                 "kept": self.kept[at].numpy(),
             }
         )
-        return frame.sort_values("effect", ascending=False, kind="stable", ignore_index=True)
+        return _from_costliest(frame, ["effect"])
 
-    def by(self, what: Literal["token", "head", "layer"]) -> pd.DataFrame:
+    @cached_property
+    def rounding(self) -> pd.DataFrame:
+        """Tidy, one row for each entry that some step reads rounded, from the costliest on: layer (in the model),
+        kv_head, position, token, keys and values (nats, positive where rounding them cost the response), attention
+        (as in `table`). Empty where everything is stored exactly.
+        """
+        import pandas as pd
+
+        found = torch.zeros(self.effects.shape, dtype=torch.bool)
+        for layer, rounding in zip(found, self._made.rounding or (), strict=False):
+            layer |= rounding.when.any(1).unflatten(0, (len(layer), -1)).any(1).cpu()
+        layers, heads, positions = at = found.nonzero(as_tuple=True)
+        frame = pd.DataFrame(
+            {
+                "layer": torch.tensor(self.lm.layout.compressed)[layers].numpy(),
+                "kv_head": heads.numpy(),
+                "position": positions.numpy(),
+                "token": [self.tokens[place] for place in positions.tolist()],
+                "keys": self.rounding_keys[at].numpy(),
+                "values": self.rounding_values[at].numpy(),
+                "attention": self.attention[at].numpy(),
+            }
+        )
+        return _from_costliest(frame, ["keys", "values"])
+
+    def by(
+        self, what: Literal["token", "head", "layer"], of: Literal["evictions", "rounding"] = "evictions"
+    ) -> pd.DataFrame:
         """Sums over the entries of each token (position), head or layer, from the costliest on: effect, harmful and
-        helpful (the sums of its parts above and below 0), attention, and entries, their number.
+        helpful (the sums of its parts above and below 0), attention, and entries, their number. Of rounded entries
+        (`of="rounding"`) keys and values, nats, attention and entries.
         """
         if what not in GROUPS:
             raise KvlabError(f"by={what!r} is none of {', '.join(map(repr, GROUPS))}")
-        table = self.table.assign(
-            harmful=self.table.effect.clip(lower=0), helpful=self.table.effect.clip(upper=0), entries=1
-        )
-        sums = table.groupby(GROUPS[what], sort=False, as_index=False).agg(dict.fromkeys(SUMS, "sum"))
-        return sums.sort_values("effect", ascending=False, kind="stable", ignore_index=True)
+        if of == "evictions":
+            table = self.table.assign(
+                harmful=self.table.effect.clip(lower=0), helpful=self.table.effect.clip(upper=0), entries=1
+            )
+            columns, cost = SUMS, ["effect"]
+        elif of == "rounding":
+            table, columns, cost = self.rounding.assign(entries=1), ROUNDING_SUMS, ["keys", "values"]
+        else:
+            raise KvlabError(f"of={of!r} is neither 'evictions' nor 'rounding'")
+        sums = table.groupby(GROUPS[what], sort=False, as_index=False).agg(dict.fromkeys(columns, "sum"))
+        return _from_costliest(sums, cost)
 
     @cached_property
     def restored(self) -> pd.DataFrame:
@@ -240,6 +301,12 @@ class Attribution:
     def __repr__(self) -> str:
         found = self.summary
         return (
-            f"Attribution({self.policy}, {self.document}: {found['loss_full']:.4g} -> {found['loss_policy']:.4g} nats, "
+            f"Attribution({self.name}, {self.document}: {found['loss_full']:.4g} -> {found['loss_policy']:.4g} nats, "
             f"{found['evicted']:.0f} entries, {found['unexplained']:.2g} unexplained)"
         )
+
+
+def _from_costliest(table: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
+    """The rows by the sum of these columns, the largest first."""
+    order = (-table[columns].sum(axis=1)).argsort(kind="stable")
+    return table.iloc[order].reset_index(drop=True)

@@ -43,6 +43,9 @@ def attribute(
     parameters: Annotated[
         list[str] | None, typer.Option("-p", help="A parameter of the policy, key=value.", show_default=False)
     ] = None,
+    storage: Annotated[
+        str, typer.Option("--storage", help="How kept entries are stored: as_is, fp8, int8, kivi-4, kivi-2.")
+    ] = "as_is",
     model: Model = "smollm2-135m",
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -51,7 +54,7 @@ def attribute(
     """Say which evicted entries cost the response, in nats, and measure what it regains once they are put back.
 
     Writes effects.csv (one row for each evicted entry), restored.csv, attribution.png and why.html, a page that needs
-    nothing else.
+    nothing else. With --storage also rounding.csv: one row for each entry that is read rounded.
     """
     from kvlab.errors import KvlabError
     from kvlab.lib import policy_names
@@ -61,8 +64,11 @@ def attribute(
     (entries, *more) = options.numbers(budget, "--budget", options.entries) or [0]
     if more:
         raise KvlabError(f"one budget is attributed at a time, and --budget {budget} names several")
+    from kvlab.core.storage import stored_as
     from kvlab.methods import has_budget
     from kvlab.methods import policy as made
+
+    form = stored_as(storage)
 
     given = options.task_parameters(parameters or [])
     tested = made(policy, **({"budget": entries} if has_budget(policy) else {}), **given)
@@ -74,7 +80,7 @@ def attribute(
     text = corpus.document(document)
     lm = models.load(model, device=device, dtype=dtype)
     text = text if tokens is None else text.window(lm, tokens)
-    why = attributed(lm, tested, text, new_tokens, response=response, loss=loss)  # type: ignore[reportArgumentType]
+    why = attributed(lm, tested, text, new_tokens, response=response, loss=loss, storage=form)  # type: ignore[reportArgumentType]
     from kvlab.workbench.attribution_files import write
 
     for line in write(why, out):

@@ -67,6 +67,10 @@ class Entries(Protocol):
         """As `read`, of one row: `[kv_heads, length, ...]`."""
         ...
 
+    def rounded_slots(self) -> Tensor:
+        """Which slots hold an entry that is rounded, bool `[rows, kv_heads, length]`; anything for empty ones."""
+        ...
+
     def runs(self) -> Iterator[Run]:
         """All entries, without empty slots."""
         ...
@@ -222,6 +226,9 @@ class AsIs:
     def since(self, name: str, slot: int) -> Tensor:
         return self.unpacked(name, lambda part: self.slots.view(part)[:, :, slot:])
 
+    def rounded_slots(self) -> Tensor:
+        return torch.zeros(*self.shape, self.length, dtype=torch.bool, device=self.device)
+
     def runs(self) -> Iterator[Run]:
         for first, n in self.slots.runs():
             heads = slice(first, first + n)
@@ -325,6 +332,9 @@ class Rounded(AsIs):
 
     def packed(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         return self.rounded(KEYS, keys) | self.rounded(VALUES, values)
+
+    def rounded_slots(self) -> Tensor:
+        return ~super().rounded_slots()
 
     def plain(self) -> AsIs:
         return AsIs.of(*(self.read(name) for name in (KEYS, VALUES, POSITIONS)))

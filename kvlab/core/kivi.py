@@ -250,6 +250,9 @@ class Kivi:
             return self.new.since(name, slot - min(split))
         return self.read(name)[:, :, slot:]
 
+    def rounded_slots(self) -> Tensor:
+        return torch.arange(self.length, device=self.device) < self._split()[..., None]
+
     def runs(self) -> Iterator[Run]:
         if not self.ragged:
             yield slice(0, len(self.counts)), self.read(KEYS).flatten(0, 1), self.read(VALUES).flatten(0, 1)

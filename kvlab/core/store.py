@@ -180,6 +180,11 @@ class LayerStore:
         """Keys and values from one slot on, `[rows, kv_heads, slots - slot, head_dim]` each."""
         return self._entries.since(KEYS, slot), self._entries.since(VALUES, slot)
 
+    @property
+    def rounded_slots(self) -> Tensor:
+        """`[rows, kv_heads, slots]`: which slots hold an entry that is rounded; anything for empty ones."""
+        return self._entries.rounded_slots()
+
     def runs(self) -> Iterator[Run]:
         """All entries, without empty slots: see `Run`."""
         return self._entries.runs()

@@ -66,7 +66,8 @@ class Seen:
     """One layer at one decoding step, as probes see it; what is costly is computed once, when first asked for.
 
     `read`, `output`, `full_weights` and `full_output` lie together: on the CPU in a live run, where the shadow is, and
-    where the trace lies in a replay.
+    where the trace lies in a replay. `new` is the step's own key and value as the model made them, `[rows, kv_heads, 1,
+    head_dim]` each, in a live run.
     """
 
     def __init__(
@@ -79,9 +80,10 @@ class Seen:
         shadow: Shadow | None = None,
         pre_queries: Tensor | None = None,
         full: tuple[Tensor, Tensor] | None = None,
+        new: tuple[Tensor, Tensor] | None = None,
     ):
         self.policy, self.store, self.queries, self.step = policy, store, queries, step
-        self.shadow, self.pre_queries = shadow, pre_queries
+        self.shadow, self.pre_queries, self.new = shadow, pre_queries, new
         self.softmax = Softmax.of(scaling)
         self.scaling = self.softmax.scaling
         self._device = torch.device("cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
 import torch
 
 from kvlab.errors import KvlabError
@@ -49,6 +50,17 @@ def name(place: torch.device) -> str | None:
 def counts_peak(place: torch.device) -> bool:
     """Whether peak memory is counted: the kernel does it on a CPU, torch on all GPUs but Apple's."""
     return place.type == "cpu" or hasattr(torch.get_device_module(place), "max_memory_allocated")
+
+
+def free_memory(place: torch.device) -> int | None:
+    """Bytes that a process can still take there; None where nothing tells (Apple's GPUs)."""
+    if place.type == "cpu":
+        return psutil.virtual_memory().available
+    module = torch.get_device_module(place)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    # What torch holds and does not use is free for it.
+    return module.mem_get_info(place)[0] + module.memory_reserved(place) - module.memory_allocated(place)
 
 
 @contextmanager

@@ -79,7 +79,8 @@ class Reports:
     ) -> Seen:
         """Show the probes one group of one layer in one step, before the policy evicts; what they were shown."""
         pre_queries = None if call.pre_rope is None else group.of(call.pre_rope)
-        seen = Seen(policy, group.store, queries, attended, call.softmax, group.shadow, pre_queries)
+        new = group.of(call.keys), group.of(call.values)
+        seen = Seen(policy, group.store, queries, attended, call.softmax, group.shadow, pre_queries, new=new)
         where = _coordinates(cache, group, call)
         for probe in self.probes:
             probe.look(seen, self.records, where)

@@ -173,9 +173,24 @@ def test_a_gradient_check_of_the_line():
     assert torch.autograd.gradcheck(attend, given)
 
 
-def test_merging_and_changed_entries_are_refused_with_the_reason(tiny):
-    assert "merges entries" in refusal(attribute, tiny(), small("zsmerge"), prompt(48), 4)
-    assert "changes the entries" in refusal(attribute, tiny(), small("think"), prompt(48), 4)
+REASONS = {
+    "zsmerge": "zsmerge merges entries",
+    "think": "think changes the entries that it keeps",
+    "sparq": "sparq changes the attention's output",
+}
+
+
+@pytest.mark.parametrize("name", kvlab.policies())
+def test_every_policy_is_attributed_or_refused_with_the_reason(tiny, name):
+    lm = sharpened(tiny(), name)
+    if name in REASONS:
+        sentence = refusal(attribute, lm, small(name), prompt(48), 4)
+        assert sentence.startswith(REASONS[name]) and "evicts or selects" in sentence
+        return
+    for storage in ("as_is", "int8"):
+        found = attribute(lm, small(name), prompt(48), 4, storage=storage).summary
+        assert abs(found["unexplained"]) <= 0.05 * abs(found["difference"]) + 1e-4 or found["points"] == 64
+        assert (found["rounding_values"] != 0) == (storage == "int8")
 
 
 def test_bad_input_is_one_sentence(tiny):

@@ -273,6 +273,20 @@ def test_the_newest_are_exact_and_the_others_in_groups(bits, n):
         assert (error.amax(3) > 0).all()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_store_knows_which_slots_are_rounded(form):
+    """By what they hold: a rounded key differs from the one that came, an exact one does not."""
+    keys, values = fresh(40, 5)
+    store = LayerStore(keys, values)
+    store.set_storage(FORMS[form][0])
+    heads = torch.arange(HEADS).expand(ROWS, -1)
+    store.cut(3, heads)  # heads then hold different numbers of entries
+    positions = store.positions.clamp_min(0)[..., None].expand(-1, -1, -1, keys.shape[-1])
+    differs = (store.keys != keys.gather(2, positions)).any(-1) & store.occupied
+    assert torch.equal(store.rounded_slots & store.occupied, differs)
+    assert bool(differs.any()) == (form != "as_is")
+
+
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 10**6), bits=st.sampled_from([2, 4]))
 def test_an_eviction_changes_nothing_of_what_survives(seed, bits):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import math
 from base64 import b64encode
+from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from kvlab.render.explorer.html_medium import BLUE, DIM, FAINT, INK, LEVELS, PAG
 from kvlab.render.explorer.token_html import inline, passages_of, shown, visible
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from kvlab.attribution.results import Attribution
 
 STRONG, WEAK = 0.05, 0.0005
@@ -35,37 +38,73 @@ class Picture:
     def __init__(self, why: Attribution):
         self.why = why
 
+    @cached_property
+    def _figure(self) -> Figure:
+        import matplotlib.pyplot as plt
+
+        from kvlab.render.figures import attribution
+
+        figure = attribution.attribution(self.why)
+        plt.close(figure)
+        return figure
+
+    def figure(self, form: Literal["svg", "png"]) -> bytes:
+        """The map of layers and heads and the curve of restoring, drawn once, as a file's content."""
+        extras.need("matplotlib")
+        import matplotlib.pyplot as plt
+
+        from kvlab.render.figures import plots
+
+        drawn = io.BytesIO()
+        with plt.rc_context():
+            plots.style()
+            self._figure.savefig(drawn, format=form, metadata={"Date": None} if form == "svg" else None)
+        return drawn.getvalue()
+
     def html(self) -> str:
         """The text with the effects, the costliest tokens, and the figures."""
         why = self.why
         return (
-            f'<div class="kvlab-picture" style="{PAGE}">{_numbers(why)}{_legend()}'
-            f'<div style="{TEXT}">{_text(why)}</div>{_response(why)}{_costliest(why)}{_figure(why)}</div>'
+            f'<div class="kvlab-picture" style="{PAGE}">{_numbers(why)}{_legend(why)}'
+            f'<div style="{TEXT}">{_text(why)}</div>{_response(why)}{_costliest(why)}{self._image()}</div>'
         )
 
     _repr_html_ = html
 
+    def _image(self) -> str:
+        source = b64encode(self.figure("svg")).decode()
+        about = "effects by layer and KV head, and the loss regained by entries that are put back"
+        return f'<img alt="{about}" style="max-width:100%;margin-top:8px" src="data:image/svg+xml;base64,{source}">'
+
     def save(self, path: str | Path) -> Path:
         """Write the picture as one HTML page, under its name only once it is whole."""
-        path, title = Path(path), f"{self.why.policy} on {self.why.document}"
+        path, title = Path(path), f"{self.why.name} on {self.why.document}"
         with replacing(path) as part:
             part.write_text(f"{HEAD.format(title=escape(title))}<body>{self.html()}</body></html>", encoding="utf-8")
         return path
 
 
 def token_effects(why: Attribution) -> tuple[Tensor, Tensor]:
-    """Of each token, summed over layers and heads `[prompt + steps]`: effect in nats, and evicted entries."""
-    return why.effects.sum((0, 1)), why.evicted.sum((0, 1))
+    """Of each token, summed over layers and heads `[prompt + steps]`: effect of evictions and rounding in nats, and
+    evicted entries.
+    """
+    return why.costs.sum((0, 1)), why.evicted.sum((0, 1))
 
 
 def _numbers(why: Attribution) -> str:
     found = why.summary
     nats = "nats" if why.loss == "nll" else "nats of divergence"
+    evicted = found["harmful"] + found["helpful"]
+    rounding = (
+        ""
+        if why.storage.exact
+        else f" Rounded keys cost {found['rounding_keys']:.2f}, rounded values {found['rounding_values']:.2f}."
+    )
     return (
-        f'<h3 style="margin:4px 0 6px;font-size:15px;color:{INK}">{escape(str(why.policy))}</h3>'
+        f'<h3 style="margin:4px 0 6px;font-size:15px;color:{INK}">{escape(why.name)}</h3>'
         f"<div>The response loses {found['loss_full']:.2f} {nats} with the full cache and {found['loss_policy']:.2f} "
-        f"with the policy. The effects of {found['evicted']:,.0f} evicted entries add up to {found['explained']:.2f}: "
-        f"{found['harmful']:.2f} of harm and {found['helpful']:.2f} of help.</div>"
+        f"with the policy. The effects of {found['evicted']:,.0f} evicted entries add up to {evicted:.2f}: "
+        f"{found['harmful']:.2f} of harm and {found['helpful']:.2f} of help.{rounding}</div>"
         f'<div style="font-size:11px;color:{FAINT};overflow-wrap:anywhere">{escape(why.lm.signature)} · '
         f"{escape(why.document)}</div>"
     )
@@ -81,11 +120,12 @@ def _style(effect: float, harm: float) -> str:
     return f"background:{shade(RED if effect > 0 else BLUE, strength)};color:#000{underline}"
 
 
-def _legend() -> str:
+def _legend(why: Attribution) -> str:
+    loss = "its loss" if why.storage.exact else "its loss or its rounding"
     samples = [
-        (_style(0.2 * STRONG, 1), "its loss costs the response"),
+        (_style(0.2 * STRONG, 1), f"{loss} costs the response"),
         (_style(STRONG, 1), f"{STRONG:.0%} or more of all costs"),
-        (_style(-0.4 * STRONG, 1), "its loss helps the response"),
+        (_style(-0.4 * STRONG, 1), f"{loss} helps the response"),
         ("", "kept, or no effect"),
     ]
     return (
@@ -172,20 +212,3 @@ def _costliest(why: Attribution, around: int = 3) -> str:
         f'<table style="font-size:12px;border-spacing:6px 1px;margin:0;color:{INK}"><thead><tr>{heads}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
-
-
-def _figure(why: Attribution) -> str:
-    extras.need("matplotlib")
-    import matplotlib.pyplot as plt
-
-    from kvlab.render.figures import attribution, plots
-
-    with plt.rc_context():
-        plots.style()
-        figure = attribution.attribution(why)
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
-        plt.close(figure)
-    source = b64encode(drawn.getvalue()).decode()
-    about = "effects by layer and KV head, and the loss regained by entries that are put back"
-    return f'<img alt="{about}" style="max-width:100%;margin-top:8px" src="data:image/svg+xml;base64,{source}">'

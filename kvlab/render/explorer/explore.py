@@ -40,6 +40,7 @@ def explore(
     head: int | None = None,
     step: int | None = None,
     lm: LM | None = None,
+    effects: Attribution | None = None,
 ) -> Explorer: ...
 def explore(
     trace: Trace | str | Path | Attribution,
@@ -52,6 +53,7 @@ def explore(
     head: int | None = None,
     step: int | None = None,
     lm: LM | None = None,
+    effects: Attribution | None = None,
 ) -> Explorer | Picture:
     """Explore a trace by hand in JupyterLab: two policies side by side, one query, and what it lost.
 
@@ -65,6 +67,8 @@ def explore(
         layer, head, step: the query to begin with (step from 1); by default the worst under `left`
             (`Explorer.worst`).
         lm: its tokenizer shows the text; by default that of the model which the trace names.
+        effects: what `kvlab.attribute(lm, policy, trace)` gives: the text and a map of the heads, coloured by what the
+            loss of each token costs, stand below.
 
     Raises:
         KvlabError: a trace without a response, a policy that needs more than this trace holds, two policies that differ
@@ -85,6 +89,8 @@ def explore(
             f"both sides are {choices.label(left)}, and the slider gives both the same budget: choose two "
             "policies that differ in something else"
         )
+    if effects is not None and (trace.ids is None or not effects.is_of(trace.ids[: trace.prompt_length])):
+        raise KvlabError("the effects are of another prompt than the trace; take kvlab.attribute(lm, policy, trace)")
     stops = (
         choices.default_budgets(trace, left, right)
         if budgets is None
@@ -96,7 +102,7 @@ def explore(
         raise KvlabError(f"budgets must be whole numbers of entries from 1 on, and are {stops}")
     likely = (budget, choices.budget_of(left, trace), choices.budget_of(right, trace), stops[len(stops) // 2])
     begin = next(int(stop) for stop in likely if stop in stops)
-    explorer = Explorer(trace, left, right, stops, begin, Spot(0, 0, 1), texts(trace, lm))
+    explorer = Explorer(trace, left, right, stops, begin, Spot(0, 0, 1), texts(trace, lm), effects)
     first = explorer.worst()
     explorer.spot = choices.checked(
         trace,

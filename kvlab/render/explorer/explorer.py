@@ -19,12 +19,14 @@ from kvlab.errors import KvlabError, nearest
 from kvlab.lib import extras, progress_bars
 from kvlab.methods import Policy, policies, registry
 from kvlab.render.explorer import choices, query_html, token_html
+from kvlab.render.explorer.effects import Picture
 from kvlab.render.explorer.html_medium import LIVE, RED, SHEET
 from kvlab.render.explorer.query_view import Look, Spot
 from kvlab.replays.replay import Replay
 from kvlab.replays.run import replay
 
 if TYPE_CHECKING:
+    from kvlab.attribution.results import Attribution
     from kvlab.traces.trace import Trace
 
 SIDES = ("left", "right")
@@ -70,7 +72,9 @@ class Explorer:
         budget: int,
         spot: Spot,
         tokens: Sequence[str],
+        effects: Attribution | None = None,
     ):
+        self._effects = None if effects is None else Picture(effects)
         self.trace, self.tokens, self.budgets = trace, list(tokens), list(budgets)
         self._own = {choices.label(choice): choice for choice in (left, right) if isinstance(choice, Policy)}
         self.chosen = [choices.label(choice) for choice in (left, right)]
@@ -119,7 +123,8 @@ class Explorer:
 
     def html(self) -> str:
         """The present picture, as HTML that needs nothing else."""
-        return query_html.page(self.looks(), self.tokens, self._mark)
+        below = "" if self._effects is None else self._effects.html()
+        return query_html.page(self.looks(), self.tokens, self._mark) + below
 
     def show(self, **changes: Any) -> None:
         """Show another query or policy: any of left, right, budget, layer, head, step.
@@ -254,6 +259,7 @@ class Explorer:
                 widgets.HTML(_help([*HELP.items(), *((name, about) for name, (about, _) in spots.items())])),
                 self._message,
                 drawn,
+                *([] if self._effects is None else [widgets.HTML(self._effects.html())]),
             ]
         )
 

@@ -33,9 +33,11 @@ def attribution(why: Attribution) -> Figure:
 
 
 def heads_and_layers(why: Attribution, ax: Axes | None = None) -> Axes:
-    """Effects summed over the entries of each KV head, in nats: red where their loss costs the response."""
+    """Effects summed over the entries of each KV head, in nats: red where their loss costs the response. Those of
+    rounded entries count too.
+    """
     ax = plots.axes(ax)
-    sums = why.effects.sum(-1).numpy()
+    sums = why.costs.sum(-1).numpy()
     layers = why.lm.layout.compressed
     most = float(np.abs(sums).max()) or 1.0
     image = ax.imshow(sums, aspect="auto", cmap="RdBu_r", vmin=-most, vmax=most, interpolation="nearest")
@@ -45,7 +47,9 @@ def heads_and_layers(why: Attribution, ax: Axes | None = None) -> Axes:
     ax.set_yticks(list(shown), [str(layers[i]) for i in shown])
     ax.grid(False)
     ax.set(xlabel="KV head", ylabel="layer", title=f"Layer {layers[row]}, KV head {head} costs the most")
-    plots.figure_of(ax).colorbar(image, ax=ax, label="effect of what was evicted (nats)")
+    plots.figure_of(ax).colorbar(
+        image, ax=ax, label=f"effect of what was evicted{'' if why.storage.exact else ' or rounded'} (nats)"
+    )
     return ax
 
 
