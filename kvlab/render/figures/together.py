@@ -190,9 +190,10 @@ def at_equal_bytes(
         policies = [row["policy"] for row in rows]
         named_rows(ax, policies, [colour(name) for name in policies], count=count)
         if limit is not None:
-            # Without a line where the oracle was not measured at these bytes.
+            # Beside the dots; without a line where the oracle was not measured at these bytes.
+            bottom = sum(not row["reason"] for row in rows) - 0.5
             for value in equal_bytes.summary(equal_bytes.at_equal(limit, side, share), by=measure)[measure].dropna():
-                ax.axvline(value, zorder=1, **LIMIT)
+                ax.plot([value, value], [-0.6, bottom], zorder=1, **LIMIT)
         ax.set_xscale("log")
         ax.margins(x=0.16)
         ax.set_xlabel(LABELS[measure])
