@@ -81,7 +81,7 @@ class UnmergedZSMerge(ZSMerge):
     name: ClassVar[str] = "zsmerge_unmerged"
     summary: ClassVar[str] = "ZSMerge that evicts instead of merging"
 
-    residual: Literal[0] = 0
+    residual: int | float = 0
 
     bias = Policy.bias
 

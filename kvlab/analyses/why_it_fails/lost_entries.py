@@ -198,15 +198,16 @@ def case(why: Attribution, lost: Lost) -> dict[str, float]:
     number, evicted = len(costly), len(lost.effect)
     place = torch.empty_like(attended)
     place[attended] = torch.arange(evicted)
-    back = why.restore((number,), ("effect", "attention")).set_index("order")["regained"]
+    back = why.restore((number,), ("effect", "attention"))
+    regained = dict(zip(back["order"], back["regained"], strict=True))
     return why.summary | {
         "half": number,
         "most": lost.carrying(MOST_OF_IT),
         "found": float((place[costly] < number).double().mean()),
         "rank": float(place[costly].double().median()) / evicted,
         "attended": float(lost.attention[costly].sum() / lost.attention.sum()),
-        "regained_effect": float(back["effect"]),
-        "regained_attention": float(back["attention"]),
+        "regained_effect": regained["effect"],
+        "regained_attention": regained["attention"],
     }
 
 
@@ -237,10 +238,10 @@ def parts(
         groups["heads"] = (pd.Series(named), rows * retrieval.shape[1] + heads)
     harm = lost.harm / lost.harm.sum()
     for group, (labels, places) in groups.items():
-        of_entry = pd.Series(labels.to_numpy()[places.numpy()])
-        table = pd.DataFrame({"part": of_entry, "harm": harm.numpy(), "entries": 1 / len(harm)}).groupby("part").sum()
-        for row in table.reset_index().to_dict("records"):
-            yield {"group": group, **{str(key): value for key, value in row.items()}}
+        of_entry = labels.to_numpy()[places.numpy()]
+        for part in np.unique(of_entry).tolist():
+            mine = of_entry == part
+            yield {"group": group, "part": part, "harm": float(harm.numpy()[mine].sum()), "entries": float(mine.mean())}
 
 
 def distance(position: int, prompt: int) -> str:
@@ -274,16 +275,17 @@ def keepers(lost: Lost, kept: Mapping[str, Tensor]) -> Iterator[dict[str, str | 
 def lifts(parts: pd.DataFrame) -> pd.DataFrame:
     """`parts` with a column lift, and with the mean over the policies as policy "all"."""
     each = parts.assign(lift=parts["harm"] / parts["entries"])
-    means = each.groupby([DOCUMENT, "budget", "group", "part"], as_index=False, sort=False)[["harm", "entries", "lift"]]
-    return pd.concat([each, means.mean().assign(policy=ALL)], ignore_index=True)
+    keys, numbers = [DOCUMENT, "budget", "group", "part"], ["harm", "entries", "lift"]
+    means = each.groupby(keys, sort=False).agg(dict.fromkeys(numbers, "mean")).reset_index()
+    means["policy"] = ALL
+    return pd.concat([each, means], ignore_index=True)
 
 
 def findings(measured: Measured) -> Findings:
     """Metrics of every policy at every budget, with intervals over documents; layers are in the tables alone."""
     cases = measured.cases
     found = Findings(cases)
-    for (name, budget), part in cases.set_index(DOCUMENT).groupby(["policy", "budget"], sort=False):
-        keys = {"policy": name, "budget": budget}
+    for keys, part in _by(cases, "policy", "budget"):
         found.add(HALF, part["half"] / part["evicted"], **keys)
         found.add(MOST, part["most"] / part["evicted"], **keys)
         found.add(FOUND, part["found"], **keys)
@@ -291,13 +293,19 @@ def findings(measured: Measured) -> Findings:
         found.add(COST, part["difference"], **keys)
         for order in ("effect", "attention"):
             found.add(REGAINED, part[f"regained_{order}"], order=order, **keys)
-    lifted = lifts(measured.parts).query("group != 'layer'").set_index(DOCUMENT)
-    for (group, label, name, budget), part in lifted.groupby(["group", "part", "policy", "budget"], sort=False):
-        found.add(LIFT, part["lift"], group=group, part=label, policy=name, budget=budget)
-    kept = measured.keepers.set_index(DOCUMENT)
-    for (name, keeper, budget), part in kept.groupby(["policy", "keeper", "budget"], sort=False):
-        found.add(KEPT, part["kept"], policy=name, keeper=keeper, budget=budget)
+    for keys, part in _by(lifts(measured.parts), "group", "part", "policy", "budget"):
+        if keys["group"] != "layer":
+            found.add(LIFT, part["lift"], **keys)
+    for keys, part in _by(measured.keepers, "policy", "keeper", "budget"):
+        found.add(KEPT, part["kept"], **keys)
     return found
+
+
+def _by(table: pd.DataFrame, *columns: str) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
+    """The rows of each combination of these columns, by document."""
+    groups: Any = table.set_index(DOCUMENT).groupby(list(columns), sort=False)
+    for values, part in groups:
+        yield dict(zip(columns, values, strict=True)), part
 
 
 def in_words(found: Findings) -> str:

@@ -14,7 +14,7 @@ from kvlab.analyses.findings import DOCUMENT, estimates
 from kvlab.analyses.why_it_fails import lost_entries, token_kinds
 from kvlab.render.figures import plots
 from kvlab.render.figures.attribution import ORDERS
-from kvlab.render.figures.many_policies import named_rows
+from kvlab.render.figures.many_policies import at, named_rows
 
 if TYPE_CHECKING:
     import pandas
@@ -46,7 +46,7 @@ MARK = 0.01
 def concentration(curves: pandas.DataFrame, found: Findings, budget: float) -> Figure:
     """Left the share of the harm that the costliest entries carry; right how many carry 50 and 90 % of it."""
     figure, (left, right) = plt.subplots(1, 2, figsize=WIDE)
-    curves = curves[curves.budget == budget]
+    curves = at(curves, budget=budget)
     for _, part in curves.groupby(DOCUMENT, sort=False):
         single = part.groupby("entries").by_effect.mean()
         left.plot(single.index, single, color="#dde1e6", linewidth=1.2, zorder=1)
@@ -79,9 +79,10 @@ def concentration(curves: pandas.DataFrame, found: Findings, budget: float) -> F
 def attention(curves: pandas.DataFrame, found: Findings, budget: float) -> Figure:
     """Left the harm that the first entries carry by effect and by attention; right what they regain once put back."""
     figure, (left, right) = plt.subplots(1, 2, figsize=WIDE)
-    curves = curves[curves.budget == budget]
+    curves = at(curves, budget=budget)
     names = _policies(curves)
-    means = curves.groupby([DOCUMENT, "entries"], as_index=False)[["by_effect", "by_attention"]].mean()
+    orders = {"by_effect": "mean", "by_attention": "mean"}
+    means = curves.groupby([DOCUMENT, "entries"]).agg(orders).reset_index()
     extent = f"{budget:g} entries a head; mean of {len(names)} policies;\nbands: 95 %, {_documents(curves)}"
     for order in ("effect", "attention"):
         label, tint, _ = ORDERS[order]
@@ -118,9 +119,9 @@ def attention(curves: pandas.DataFrame, found: Findings, budget: float) -> Figur
 def heads(parts: pandas.DataFrame, budget: float) -> Figure:
     """Left the harm by layer; right how much of it lies in DuoAttention's retrieval heads."""
     figure, (left, right) = plt.subplots(1, 2, figsize=BESIDE_A_MAP)
-    rows = parts[parts.budget == budget]
-    layers = rows[rows.group == "layer"]
-    layers = layers.assign(layer=layers.part.astype(int))
+    rows = at(parts, budget=budget)
+    layers = at(rows, group="layer")
+    layers = layers.assign(layer=layers["part"].astype(int))
     names = _policies(layers)
     shares = layers.pivot_table(index="policy", columns="layer", values="harm").loc[names]
     plots.heatmap(100 * shares, xlabel="layer", ylabel="", unit="share of the harm (%)", ax=left)
@@ -130,7 +131,7 @@ def heads(parts: pandas.DataFrame, budget: float) -> Figure:
     *some, last = sorted(first.index)
     left.set_title(f"Layers {', '.join(map(str, some))} and {last} hold {100 * first.sum():.0f} % of the harm")
     left.set_xlabel(f"layer ({budget:g} entries a head; means over {_documents(rows)})")
-    retrieval = rows[(rows.group == "heads") & (rows.part == "retrieval")]
+    retrieval = at(rows, group="heads", part="retrieval")
     if retrieval.empty:
         right.set_axis_off()
         right.text(0.5, 0.5, "kvlab has no head scores\nof DuoAttention for this model", ha="center", color=plots.EDGE)
@@ -198,7 +199,7 @@ def _costs(lifts: pandas.DataFrame, group: str) -> str:
 def missed(keepers: pandas.DataFrame, found: Findings, budget: float, policy: str = "snapkv") -> Figure:
     """Left who keeps the entries whose loss costs each policy most; right the same of one policy, against chance."""
     figure, (left, right) = plt.subplots(1, 2, figsize=BESIDE_A_MAP)
-    rows = keepers[keepers.budget == budget]
+    rows = at(keepers, budget=budget)
     names = _policies(rows)
     policy = policy if policy in names else names[0]
     matrix = 100 * rows.pivot_table(index="policy", columns="keeper", values="kept").loc[names, names]
@@ -216,7 +217,7 @@ def missed(keepers: pandas.DataFrame, found: Findings, budget: float, policy: st
     name = look(policy)[0]
     frame = 100 * _at(found, lost_entries.KEPT, budget, policy=policy).set_index("keeper")[["value", "low", "high"]]
     others = sorted((other for other in names if other != policy), key=lambda other: -frame.value[other])
-    chance = 100 * rows[rows.policy == policy].groupby("keeper").chance.mean()
+    chance = 100 * at(rows, policy=policy).groupby("keeper").chance.mean()
     for y, other in enumerate(others):
         _dot(right, frame.loc[other], y, other)
         right.plot(chance[other], y, "|", color=plots.INK, markersize=13, markeredgewidth=1.6)
@@ -238,10 +239,7 @@ def look(policy: str) -> tuple[str, str, str]:
 
 
 def _at(found: Findings, effect: str, budget: float, **keys: Any) -> pandas.DataFrame:
-    frame = found.frame(effect)
-    for key, value in {"budget": budget, **keys}.items():
-        frame = frame[frame[key] == value]
-    return frame
+    return at(found.frame(effect), budget=budget, **keys)
 
 
 def _policies(table: pandas.DataFrame) -> list[str]:
@@ -253,7 +251,7 @@ def _documents(table: pandas.DataFrame) -> str:
 
 
 def _share(parts: pandas.DataFrame, group: str, budget: float) -> pandas.Series:
-    rows = parts[(parts.budget == budget) & (parts.group == group)]
+    rows = at(parts, budget=budget, group=group)
     cases = len(rows.groupby([DOCUMENT, "policy"]))
     return rows.groupby("part").entries.sum() / cases
 
