@@ -168,15 +168,19 @@ def matched(first: Answers, second: Answers) -> Pairs:
 
 def paired(pairs: Pairs, first: Mapping[str, Points], second: Mapping[str, Points]) -> list[Compared]:
     """The rows of `compare`, of scores by `score_set`. The row of the mean counts tasks as its `n`."""
-    rows, draws = [], []
+    rows: list[Compared] = []
+    draws: list[NDArray[np.floating]] = []
     for task, found in pairs.items():
         one = np.asarray([first[task][at] for at, _ in found])
         other = np.asarray([second[task][at] for _, at in found])
         draws.append(_resampled(task, one - other))
-        means = [100 * float(values.mean()) for values in (one, other, one - other)]
-        rows.append(Compared(task, len(found), *means, *_ends(100 * draws[-1])))
-    middle = [float(np.mean([getattr(row, name) for row in rows])) for name in ("first", "second", "difference")]
-    return [*rows, Compared(MEAN, len(rows), *middle, *_ends(100 * np.mean(draws, axis=0)))]
+        means = 100 * float(one.mean()), 100 * float(other.mean()), 100 * float((one - other).mean())
+        low, high = _ends(100 * draws[-1])
+        rows.append(Compared(task, len(found), *means, low, high))
+    mine, others = float(np.mean([row.first for row in rows])), float(np.mean([row.second for row in rows]))
+    low, high = _ends(100 * np.mean(draws, axis=0))
+    difference = float(np.mean([row.difference for row in rows]))
+    return [*rows, Compared(MEAN, len(rows), mine, others, difference, low, high)]
 
 
 def _pairs(task: str, first: list[dict], second: list[dict]) -> list[tuple[int, int]]:

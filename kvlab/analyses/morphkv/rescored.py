@@ -124,7 +124,7 @@ def table_3() -> Findings:
         table.filter(["model", "task", "printed", "n", "pairs", "snapkv", "morphkv", "over_snapkv", "low", "high"])
     )
     long = papers.figure("morphkv", "table3").melt(["model", "method"], var_name="column", value_name="printed")
-    long["task"] = long["column"].map(TASKS)
+    long["task"] = [TASKS[column] for column in long["column"]]
     wide = long.pivot(index=["model", "task"], columns="method", values="printed")
     for which, method, answers in (("printed", "snapkv", base["score"]), ("morphkv", "morphkv", own["score"])):
         # LongBench gives two decimals, of which the table prints one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 import pandas
@@ -242,7 +242,8 @@ def tables_2_and_3(on_responses: Findings, answers: Findings) -> Figure:
         value_format="{:.1f}",
         ax=stated,
     )
-    order = list(answers.table.groupby("task")["over_snapkv"].mean().sort_values().index)
+    means: Any = answers.table.groupby("task")["over_snapkv"].mean()
+    order = sorted(means.index, key=means.to_dict().__getitem__)
     for at, (model, part) in enumerate(answers.table.groupby("model")):
         places = [order.index(task) + 0.22 * (at - 1) for task in part["task"]]
         ends = [part["over_snapkv"] - part["low"], part["high"] - part["over_snapkv"]]
