@@ -16,7 +16,7 @@ from typing import NoReturn
 from kvlab import papers
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib.files import why
-from kvlab.workbench.report import csv_tables
+from kvlab.workbench.report import csv_tables, stand_ins
 from kvlab.workbench.report.ledger import (
     Entry,
     by_model,
@@ -213,10 +213,12 @@ def _read(path: Path) -> list[Entry]:
     if unknown := {name for name, _ in lines} - known.keys():
         raise KvlabError(f"{path}: {nearest(min(unknown), known, 'claim')}")
     model = next((line["model"] for line in lines.values() if line["model"]), path.stem)
-    return [
+    found = [
         Entry(known[name], _verdict(line), None, model, _origin(line) if _knows(line) else None)
         for (name, _), line in sorted(lines.items(), key=lambda pair: thoroughness(pair[0][1]))
     ]
+    stand_ins.weigh(found, stand_ins.read(path.parent))
+    return found
 
 
 def _origin(line: Line) -> Origin:
