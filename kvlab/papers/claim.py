@@ -258,7 +258,9 @@ class Verdict(BaseModel):
     value: float | None
     low: float | None = None
     high: float | None = None
-    verdict: Literal["holds", "holds in direction only", "holds by a weak stand-in", "fails", "undecided", "not measured"]
+    verdict: Literal[
+        "holds", "holds in direction only", "holds by a weak stand-in", "fails", "undecided", "not measured"
+    ]
     power: Literal["", "seen", "not seen"] = ""
     why: str = Field(description="one or two sentences")
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from kvlab import evaluation
 from kvlab.analyses.tasks.contenders import LEFT_OUT, contenders, named
 from kvlab.analyses.tasks.examples import Item, needle_grid, questions
-from kvlab.analyses.tasks.scores import SCORED_FROM
+from kvlab.analyses.tasks.scores import SCORED_FROM, kept
 from kvlab.analyses.texts import to_summarise, without_span
 from kvlab.analyses.together import storing
 from kvlab.core.storage import AS_IS
@@ -140,7 +140,7 @@ def measure(
     """
     every = contenders(budgets, heads, tables, names, pad="budget")
     file = None if path is None else Path(path)
-    known = {line["key"]: line["cells"] for line in _lines(file)} if file and file.exists() else {}
+    known = {key: line["cells"] for key, line in kept(file).items()}
     rows: list[dict[str, Any]] = []
     with progress_bars.counting(len(found), "cells", "prompt") as bar, warnings.catch_warnings():
         # compilerkv and duoattention say at every replay that they run without tables or head scores.
@@ -156,15 +156,6 @@ def measure(
             rows += [about | cell for cell in known[key]]
             bar.update()
     return pd.DataFrame(rows)
-
-
-def _lines(path: Path) -> Iterable[dict[str, Any]]:
-    """The lines of the file; a half one at its end, left by a run that was cut off, is left out."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return
 
 
 def _key(lm: LM, prompt: Prompt, every: Sequence[Policy], new_tokens: int) -> str:

@@ -81,7 +81,8 @@ def findings(table: pd.DataFrame, seed: int = 0) -> Findings:
             found.set(DOCUMENTS, len(by_document), **keys)
             for budget, mine in cells.groupby("budget"):
                 found.add(BY_BUDGET, mine.groupby("document").mean(), **keys, budget=budget)
-        for stand_in, (value, interval) in within(part, stand_ins, _column(outcome), seed).items():
+        varied = [name for name in stand_ins if found.found(ACROSS, stand_in=name, outcome=outcome)]
+        for stand_in, (value, interval) in within(part, varied, _column(outcome), seed).items():
             found.set(WITHIN, value, interval, stand_in=stand_in, outcome=outcome)
     return found
 
@@ -97,7 +98,9 @@ def of_cells(measures: pd.DataFrame, stand_in: str, outcome: str) -> pd.Series:
         for cell, part in known.groupby(CELL)
         if part[stand_in].nunique() > 1 and part[outcome].nunique() > 1
     }
-    index = pd.MultiIndex.from_tuples(of_each, names=CELL) if of_each else pd.MultiIndex.from_product([[]] * 3, names=CELL)
+    index = (
+        pd.MultiIndex.from_tuples(of_each, names=CELL) if of_each else pd.MultiIndex.from_product([[]] * 3, names=CELL)
+    )
     return pd.Series(list(of_each.values()), index=index, dtype=float)
 
 
@@ -106,7 +109,7 @@ def within(
 ) -> Mapping[str, tuple[float, tuple[float, float]]]:
     """Spearman's correlation of each policy over its cells, averaged over policies; the interval resamples documents.
 
-    A policy without a value of the stand-in is left out of its average.
+    A policy without a value of the stand-in, or whose cells are all equal, is left out of its average.
     """
     columns = [*stand_ins, outcome]
     of_documents = [_by_policy(part, columns) for _, part in measures.groupby("document")]
@@ -121,22 +124,16 @@ def within(
         norms = np.linalg.norm(ranks, axis=1)
         size = norms[:, :-1] * norms[:, -1:]
         known = (size > 0) & ~np.isnan(both).any(axis=1)[:, :-1]
-        rho = np.divide(product, size, out=np.full_like(product, np.nan), where=known)
-        return np.nanmean(rho, axis=0)
+        rho = np.divide(product, size, out=np.zeros_like(product), where=known)
+        return rho.sum(axis=0) / np.maximum(known.sum(axis=0), 1)
 
     every = np.arange(len(of_documents))
-    values = mean(every)
-    if len(every) < 2:
-        intervals = np.stack([values, values])
-    else:
-        found = stats.bootstrap(
-            (every,), mean, vectorized=False, method="percentile", n_resamples=RESAMPLES, rng=np.random.default_rng(seed)
-        ).confidence_interval
-        intervals = np.stack([found.low, found.high])
-    return {
-        name: (float(values[number]), (float(intervals[0, number]), float(intervals[1, number])))
-        for number, name in enumerate(stand_ins)
-    }
+    values = low = high = mean(every)
+    if len(every) > 1:
+        options = {"method": "percentile", "n_resamples": RESAMPLES, "random_state": np.random.default_rng(seed)}
+        low, high = stats.bootstrap((every,), mean, vectorized=False, **options).confidence_interval
+    triples = zip(values.tolist(), low.tolist(), high.tolist(), strict=True)
+    return {name: (value, (low, high)) for name, (value, low, high) in zip(stand_ins, triples, strict=True)}
 
 
 def _by_policy(part: pd.DataFrame, columns: Sequence[str]) -> NDArray[np.float64]:
