@@ -25,7 +25,7 @@ OUTCOMES: Final = {
     "answer": "likelihood of the right answer",
     "right": "share of the answer that is right",
 }
-"""What is predicted: the first two along the full cache's response to a request, the others on needles and questions."""
+"""What is predicted: the first two along the full cache's response, the others on needles and questions."""
 
 LEAST_RHO: Final = 0.5
 LEAST_DOCUMENTS: Final = 8

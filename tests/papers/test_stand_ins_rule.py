@@ -37,7 +37,8 @@ def test_a_weak_stand_in_speaks_neither_for_a_paper_nor_against_it(value, interv
     assert judged(value, interval, predictions(0.7)).verdict == strong
     found = judged(value, interval, predictions(0.3))
     assert found.verdict == weak
-    assert found.verdict == strong or "By a weak stand-in: recall" in found.why and "0.30 (0.20 to 0.40)" in found.why
+    if weak != strong:
+        assert "By a weak stand-in: recall" in found.why and "0.30 (0.20 to 0.40)" in found.why
 
 
 @pytest.mark.parametrize(

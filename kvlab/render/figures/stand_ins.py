@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, cast
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from kvlab.analyses.stand_ins.cells import RESPONSE
 from kvlab.analyses.stand_ins.correlations import BY_BUDGET, PAIRS, WITHIN
 from kvlab.papers.stand_ins import ACROSS, DOCUMENTS, LEAST_RHO, OUTCOMES
 from kvlab.render.figures import plots
-from kvlab.render.figures.many_policies import FAINT, INK, colour, named_rows
+from kvlab.render.figures.many_policies import FAINT, INK, at, colour, named_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,9 +42,9 @@ def ranking(found: Findings) -> Figure:
     across, count = found.frame(ACROSS), found.frame(DOCUMENTS)
     figure, grid = plt.subplots(2, 2, figsize=(10.2, 6.2), sharex=True)
     for ax, (outcome, title) in zip(grid.flat, OUTCOMES.items(), strict=True):
-        part = _ordered(across.query("outcome == @outcome"))
+        part = _ordered(at(across, outcome=outcome))
         _dots(ax, part)
-        documents = count.query("outcome == @outcome")["value"].max() if len(part) else 0
+        documents = at(count, outcome=outcome)["value"].max() if len(part) else 0
         ax.set_title(f"{title} (n = {documents:.0f} documents)", fontsize=10.5)
     for ax in grid[-1]:
         ax.set_xlabel(RHO)
@@ -110,7 +109,7 @@ def by_budget(found: Findings, outcome: str = "answer") -> Figure:
     place = {budget: x for x, budget in enumerate(budgets)}
     shown = [name for name in NAMES if name in set(frame["stand_in"])]
     for number, name in enumerate(shown):
-        part = frame.query("stand_in == @name")
+        part = at(frame, stand_in=name)
         xs = [place[budget] + 0.06 * (number - len(shown) / 2) for budget in part["budget"]]
         plots.points(ax, part, xs, color=COLOUR[name], fmt="o-", linewidth=1.2, label=NAMES[name])
     ax.axhline(0, color=INK, linewidth=0.8)
@@ -137,8 +136,8 @@ def policies(cells: pd.DataFrame, budget: float, stand_ins: tuple[str, ...] = ("
     for ax, name in zip(row[0], stand_ins, strict=True):
         for policy, mean in means.iterrows():
             ax.plot(mean[name], mean["above"], "o", color=colour(str(policy)), markersize=6)
-            at = {"textcoords": "offset points", "xytext": (5, 2), "fontsize": 8.5}
-            ax.annotate(str(policy), (mean[name], mean["above"]), color=colour(str(policy)), **at)
+            style = {"textcoords": "offset points", "xytext": (5, 2), "fontsize": 8.5}
+            ax.annotate(str(policy), (mean[name], mean["above"]), color=colour(str(policy)), **style)
         rho = means[name].corr(means["above"], method="spearman")
         ax.set_xlabel(UNITS[name])
         ax.set_title(f"{NAMES[name]}: {'-' if rho < 0 else ''}{abs(rho):.2f} between the means", fontsize=10.5)
