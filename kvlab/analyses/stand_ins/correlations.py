@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -13,14 +14,14 @@ from kvlab.analyses.findings import Findings
 from kvlab.analyses.stand_ins.cells import REPLAYED, RESPONSE
 from kvlab.papers.stand_ins import ACROSS, DOCUMENTS
 
-LOSSES = ("mass_lost", "output_error", "kl", "likelihood")
+LOSSES = ("mass_lost", "output_error", "likelihood")
 """The stand-ins that are smaller where less is lost."""
 
 PAIRS = {
     "kl": REPLAYED,
     "response": REPLAYED,
-    "answer": (*REPLAYED, "kl"),
-    "right": (*REPLAYED, "kl", "likelihood"),
+    "answer": REPLAYED,
+    "right": (*REPLAYED, "likelihood"),
 }
 """The stand-ins that each outcome is correlated with."""
 
@@ -44,7 +45,7 @@ def signed(table: pd.DataFrame) -> pd.DataFrame:
         kind of prompt has none.
     """
     worse = table["nll"] - table["nll_full"]
-    found = table.filter([*CELL, "kind", "policy", *REPLAYED]).assign(kl=table["kl"], likelihood=worse)
+    found = table.filter([*CELL, "kind", "policy", *REPLAYED]).assign(likelihood=worse)
     found[list(LOSSES)] = -found[list(LOSSES)]
     responded = table["kind"] == RESPONSE
     right = table["right"] - table["right_full"]
@@ -66,7 +67,7 @@ def findings(table: pd.DataFrame, seed: int = 0) -> Findings:
 
     Returns:
         Rows of ACROSS and BY_BUDGET, with Student's intervals over documents; DOCUMENTS, how many documents had a
-        correlation; WITHIN, with the percentile interval of resampled documents, since it is no mean over them.
+        correlation; WITHIN, with the interval of resampled documents, since it is no mean over them.
     """
     found, measures = Findings(table), signed(table)
     for outcome, stand_ins in PAIRS.items():
@@ -74,17 +75,21 @@ def findings(table: pd.DataFrame, seed: int = 0) -> Findings:
         for stand_in in stand_ins:
             keys = {"stand_in": stand_in, "outcome": outcome}
             cells = of_cells(part, stand_in, _column(outcome))
-            by_document = cells.groupby("document").mean()
+            by_document = _by_document(cells)
             if by_document.empty:
                 continue
             found.add(ACROSS, by_document, **keys)
             found.set(DOCUMENTS, len(by_document), **keys)
             for budget, mine in cells.groupby("budget"):
-                found.add(BY_BUDGET, mine.groupby("document").mean(), **keys, budget=budget)
+                found.add(BY_BUDGET, _by_document(mine), **keys, budget=budget)
         varied = [name for name in stand_ins if found.found(ACROSS, stand_in=name, outcome=outcome)]
         for stand_in, (value, interval) in within(part, varied, _column(outcome), seed).items():
             found.set(WITHIN, value, interval, stand_in=stand_in, outcome=outcome)
     return found
+
+
+def _by_document(cells: pd.Series) -> pd.Series:
+    return cast("pd.Series", cells.groupby("document").mean())
 
 
 def of_cells(measures: pd.DataFrame, stand_in: str, outcome: str) -> pd.Series:
@@ -93,11 +98,11 @@ def of_cells(measures: pd.DataFrame, stand_in: str, outcome: str) -> pd.Series:
     Cells in which all policies are equal have none, and are left out.
     """
     known = measures.dropna(subset=[stand_in, outcome])
-    of_each = {
-        cell: part[stand_in].corr(part[outcome], method="spearman")
-        for cell, part in known.groupby(CELL)
-        if part[stand_in].nunique() > 1 and part[outcome].nunique() > 1
-    }
+    of_each: dict[Any, float] = {}
+    for cell, part in known.groupby(CELL):
+        ours, theirs = part[stand_in].to_numpy(), part[outcome].to_numpy()
+        if np.ptp(ours) and np.ptp(theirs):
+            of_each[cell] = float(stats.spearmanr(ours, theirs)[0])
     index = (
         pd.MultiIndex.from_tuples(of_each, names=CELL) if of_each else pd.MultiIndex.from_product([[]] * 3, names=CELL)
     )
@@ -109,10 +114,12 @@ def within(
 ) -> Mapping[str, tuple[float, tuple[float, float]]]:
     """Spearman's correlation of each policy over its cells, averaged over policies; the interval resamples documents.
 
+    It is the basic bootstrap's: a resample holds documents twice, which raises correlations, and percentiles would lie
+    too high.
     A policy without a value of the stand-in, or whose cells are all equal, is left out of its average.
     """
     columns = [*stand_ins, outcome]
-    of_documents = [_by_policy(part, columns) for _, part in measures.groupby("document")]
+    of_documents: list[NDArray[np.float64]] = [_by_policy(part, columns) for _, part in measures.groupby("document")]
     if not of_documents:
         return {}
 
@@ -123,14 +130,14 @@ def within(
         product = (ranks[..., :-1] * ranks[..., -1:]).sum(axis=1)
         norms = np.linalg.norm(ranks, axis=1)
         size = norms[:, :-1] * norms[:, -1:]
-        known = (size > 0) & ~np.isnan(both).any(axis=1)[:, :-1]
+        known = np.logical_and(size > 0, ~np.any(np.isnan(both), axis=1)[:, :-1])
         rho = np.divide(product, size, out=np.zeros_like(product), where=known)
         return rho.sum(axis=0) / np.maximum(known.sum(axis=0), 1)
 
     every = np.arange(len(of_documents))
     values = low = high = mean(every)
     if len(every) > 1:
-        options = {"method": "percentile", "n_resamples": RESAMPLES, "random_state": np.random.default_rng(seed)}
+        options = {"method": "basic", "n_resamples": RESAMPLES, "random_state": np.random.default_rng(seed)}
         low, high = stats.bootstrap((every,), mean, vectorized=False, **options).confidence_interval
     triples = zip(values.tolist(), low.tolist(), high.tolist(), strict=True)
     return {name: (value, (low, high)) for name, (value, low, high) in zip(stand_ins, triples, strict=True)}
@@ -139,7 +146,7 @@ def within(
 def _by_policy(part: pd.DataFrame, columns: Sequence[str]) -> NDArray[np.float64]:
     """`[policies, cells, columns]` of one document."""
     ordered = part.sort_values(["policy", *CELL])
-    return ordered.filter(columns).to_numpy(float).reshape(ordered["policy"].nunique(), -1, len(columns))
+    return ordered.filter(columns).to_numpy(float).reshape(len(set(ordered["policy"])), -1, len(columns))
 
 
 def in_words(found: Findings) -> str:

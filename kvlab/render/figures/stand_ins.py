@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, cast
 
 import matplotlib.pyplot as plt
 import pandas as pd
+from scipy import stats
 
+from kvlab.analyses.stand_ins.cells import RESPONSE
 from kvlab.analyses.stand_ins.correlations import BY_BUDGET, PAIRS, WITHIN
 from kvlab.papers.stand_ins import ACROSS, DOCUMENTS, LEAST_RHO, OUTCOMES
 from kvlab.render.figures import plots
@@ -25,10 +27,9 @@ NAMES = {
     "step_recall": "step recall",
     "mass_lost": "attention mass lost",
     "output_error": "output error",
-    "kl": "KL along the answer",
     "likelihood": "likelihood of the answer",
 }
-COLOUR = dict(zip(NAMES, plots.COLOURS, strict=True))
+COLOUR = dict(zip(NAMES, plots.COLOURS, strict=False))
 UNITS = {
     "recall": "recall after the prefill (share of the top tokens)",
     "mass_lost": "attention mass lost (share)",
@@ -40,12 +41,12 @@ ANSWER = "NLL of the right answer above the full cache's, nats a token"
 def ranking(found: Findings) -> Figure:
     """A panel for each outcome: the stand-ins' correlations across policies, with intervals over documents."""
     across, count = found.frame(ACROSS), found.frame(DOCUMENTS)
-    figure, grid = plt.subplots(2, 2, figsize=(10.2, 6.2), sharex=True)
+    figure, grid = plt.subplots(2, 2, figsize=(11.4, 6.2), sharex=True)
     for ax, (outcome, title) in zip(grid.flat, OUTCOMES.items(), strict=True):
         part = _ordered(at(across, outcome=outcome))
         _dots(ax, part)
         documents = at(count, outcome=outcome)["value"].max() if len(part) else 0
-        ax.set_title(f"{title} (n = {documents:.0f} documents)", fontsize=10.5)
+        ax.set_title(f"{title}, n = {documents:.0f}", fontsize=10.5)
     for ax in grid[-1]:
         ax.set_xlabel(RHO)
     figure.suptitle(
@@ -57,7 +58,7 @@ def ranking(found: Findings) -> Figure:
 
 def _bands(how: str) -> str:
     return (
-        f"Spearman, {how}; bars: 95 % intervals over documents; dashed: {LEAST_RHO:g}, below which a stand-in is weak"
+        f"Spearman, {how}; bars: 95 % intervals over n documents; dashed: {LEAST_RHO:g}, below which a stand-in is weak"
     )
 
 
@@ -129,7 +130,7 @@ def policies(cells: pd.DataFrame, budget: float, stand_ins: tuple[str, ...] = ("
 
     cells: from `cells.measure`.
     """
-    part = cells.query("budget == @budget and kind != @RESPONSE")
+    part = at(cells.loc[cells["kind"] != RESPONSE], budget=budget)
     part = part.assign(above=part["nll"] - part["nll_full"])
     means = cast("pd.DataFrame", part.groupby("policy")[[*stand_ins, "above"]].mean())
     figure, row = plt.subplots(1, len(stand_ins), figsize=(5.1 * len(stand_ins), 4.6), sharey=True, squeeze=False)
@@ -138,7 +139,7 @@ def policies(cells: pd.DataFrame, budget: float, stand_ins: tuple[str, ...] = ("
             ax.plot(mean[name], mean["above"], "o", color=colour(str(policy)), markersize=6)
             style = {"textcoords": "offset points", "xytext": (5, 2), "fontsize": 8.5}
             ax.annotate(str(policy), (mean[name], mean["above"]), color=colour(str(policy)), **style)
-        rho = means[name].corr(means["above"], method="spearman")
+        rho = float(stats.spearmanr(means[name].to_numpy(), means["above"].to_numpy())[0])
         ax.set_xlabel(UNITS[name])
         ax.set_title(f"{NAMES[name]}: {'-' if rho < 0 else ''}{abs(rho):.2f} between the means", fontsize=10.5)
         ax.margins(x=0.16)

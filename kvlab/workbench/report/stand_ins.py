@@ -35,7 +35,7 @@ def weigh(entries: Iterable[Weighed], of_models: Mapping[str, Predictions]) -> N
         entry.predictions = of_models.get(Subject(entry.model).label, {})
 
 
-def of_store() -> dict[str, Predictions]:
+def of_store() -> Mapping[str, Predictions]:
     """Label of a model -> what its last finished job of the experiment measured."""
     return _shown(line for run in _runs() for line in lines(run))
 
@@ -84,7 +84,7 @@ def keep_store(folder: Path) -> list[Path]:
     return keep(folder, [line for run in _runs() for line in lines(run)])
 
 
-def read(folder: Path) -> dict[str, Predictions]:
+def read(folder: Path) -> Mapping[str, Predictions]:
     """Label of a model -> what FOLDER/stand_ins keeps of it; nothing where there is no such folder.
 
     Raises:
@@ -94,7 +94,7 @@ def read(folder: Path) -> dict[str, Predictions]:
     return _shown(line for path in paths for line in csv_tables.read(path, COLUMNS, "table of stand-ins"))
 
 
-def _shown(found: Iterable[Line]) -> dict[str, Predictions]:
+def _shown(found: Iterable[Line]) -> Mapping[str, Predictions]:
     """Of each stand-in and outcome the line of the most thorough profile."""
     of_models: dict[str, dict[tuple[str, str], Prediction]] = {}
     for line in sorted(found, key=lambda line: thoroughness(line["profile"]), reverse=True):

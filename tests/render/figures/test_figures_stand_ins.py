@@ -20,10 +20,10 @@ def found():
 
 def test_a_panel_for_each_outcome_with_the_best_stand_in_first(found):
     figure = draw.ranking(found)
-    assert [title.partition(" (")[0] for title in drawing.titles(figure)] == list(OUTCOMES.values())
+    assert [title.rpartition(", ")[0] for title in drawing.titles(figure)] == list(OUTCOMES.values())
     names = drawing.ticks(figure.axes[2], "y")
     assert names[0] == "output error" and names[-1] == "recall" and "window recall" not in names
-    assert "n = 6 documents" in drawing.titles(figure)[2] and "n = 0" in drawing.titles(figure)[0]
+    assert "n = 6" in drawing.titles(figure)[2] and "n = 0" in drawing.titles(figure)[0]
 
 
 def test_both_ways_and_every_budget(found):
