@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 from kvlab import papers
 from kvlab.inputs.models import DEFAULT
 from kvlab.papers import many_claims
-from kvlab.workbench.report import model_agreement, model_trends, snapshots, stability
+from kvlab.papers.claim import StandIn
+from kvlab.papers.stand_ins import Prediction, Predictions, outcome_of
+from kvlab.workbench.report import model_agreement, model_trends, snapshots, stability, stand_ins
 from kvlab.workbench.report.ledger import STATES, Entry, Tally, by_model, by_paper
 from kvlab.workbench.report.ledger_models import Subject, subjects
 from kvlab.workbench.report.paper_summary import quoted
@@ -56,6 +59,8 @@ def parts() -> dict[str, str]:
         "trends": _trends(every, order),
         "flips": "\n\n".join(stability.sentences(stability.read(KEPT))),
         "profiles": _profiles(both),
+        "stand_ins": _stand_ins(stand_ins.read(KEPT), order),
+        "weighed": _weighed(every),
     }
 
 
@@ -120,6 +125,34 @@ def _profiles(both: Sequence[tuple[Entry, Entry]]) -> str:
     changed = Counter((quick.state, full.state) for quick, full in both if quick.state != full.state)
     rows = sorted(changed.items(), key=lambda pair: (STATES.index(pair[0][0]), STATES.index(pair[0][1])))
     return _table(["quick profile", "full profile", "claims"], [(*states, count) for states, count in rows])
+
+
+def _stand_ins(of_models: Mapping[str, Predictions], order: Sequence[Subject]) -> str:
+    """How well the stand-ins of claims predict answers, on the models where that was measured."""
+    labels = [subject.label for subject in order if subject.label in of_models]
+    rows = [
+        [f"`{name}`", *(_cell(of_models[label].get((name, outcome_of(name)))) for label in labels)]
+        for name in get_args(StandIn)
+    ]
+    return _table(["stand-in", *(f"`{label}`" for label in labels)], rows)
+
+
+def _cell(found: Prediction | None) -> str:
+    if found is None:
+        return "–"
+    shown = f"{found.rho:.2f} ({found.low:.2f} to {found.high:.2f}), n = {found.documents}"
+    return f"{shown}, weak" if found.weak else shown
+
+
+def _weighed(every: Sequence[Entry]) -> str:
+    """How many verdicts on findings a weak stand-in changes."""
+    changed = Counter(
+        (Subject(entry.model).label, entry.verdict.verdict, entry.state)
+        for entry in every
+        if entry.group == "findings" and entry.measured and entry.state != entry.verdict.verdict
+    )
+    rows = [(f"`{model}`", before, after, count) for (model, before, after), count in sorted(changed.items())]
+    return _table(["model", "by the two tests", "with the stand-in's worth", "claims on findings"], rows)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 STYLES = {
     "holds": "green",
     "holds in direction only": "yellow",
+    "holds by a weak stand-in": "magenta",
     "fails": "red",
     "undecided": "blue",
     "not measured": "dim",

@@ -246,7 +246,7 @@ def report(
     extras.need()
     from kvlab.workbench import experiments
     from kvlab.workbench.report import page as ledger
-    from kvlab.workbench.report import snapshots, stability, task_scores
+    from kvlab.workbench.report import snapshots, stability, stand_ins, task_scores
     from kvlab.workbench.report.claim_mistakes import mistakes
 
     chosen = options.models(models or [])
@@ -259,6 +259,8 @@ def report(
             typer.echo(f"{one.path}: from this store {one.replaced}, as kept before {one.stayed}")
             for name in one.dropped:
                 typer.echo(f"  dropped {name}: there is no such claim any more")
+        for path in stand_ins.keep_store(keep):
+            typer.echo(f"{path}: how well stand-ins predict answers")
         if out is None:
             return
     origin, compare = snapshots.place(origin), snapshots.place(compare)

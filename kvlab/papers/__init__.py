@@ -3,7 +3,8 @@
 A claim carries two tests. The test of *direction* asks whether the effect has the sign that the paper reports; the test
 of *size* asks whether it is as large. Direction and size passed: "holds". Direction alone: "holds in direction only".
 Direction missed: "fails". An interval that contains the point where the direction turns: "undecided". A number that a
-test needs and nobody measured: "not measured".
+test needs and nobody measured: "not measured". Where a measure stands in for scores of tasks that does not predict
+answers, "holds by a weak stand-in" (`stand_ins`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvlab.papers.claim import (
     UNDECIDED,
     UNMEASURED,
     VERDICTS,
+    WEAK,
     Claim,
     Paper,
     Verdict,
@@ -36,6 +38,7 @@ __all__ = [
     "UNDECIDED",
     "UNMEASURED",
     "VERDICTS",
+    "WEAK",
     "Claim",
     "Condition",
     "Paper",

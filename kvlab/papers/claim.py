@@ -14,15 +14,19 @@ from kvlab.papers.tests import Combination, Condition, Covers, NotCompared, Prin
 
 HOLDS: Final = "holds"
 DIRECTION: Final = "holds in direction only"
+WEAK: Final = "holds by a weak stand-in"
+"""What `stand_ins.weighed` makes of both."""
 FAILS: Final = "fails"
 UNDECIDED: Final = "undecided"
 UNMEASURED: Final = "not measured"
-VERDICTS = (HOLDS, DIRECTION, FAILS, UNDECIDED, UNMEASURED)
+VERDICTS = (HOLDS, DIRECTION, WEAK, FAILS, UNDECIDED, UNMEASURED)
 SAMPLED: Final = ("finding", "question")
 """The kinds that say something about a method, and that share findings."""
 FULL_ONLY: Final = "full profile only"
 """The reason of a claim that is not measured because the quick profile leaves its numbers out."""
 PHRASE_WORDS: Final = 25
+StandIn = Literal["recall", "window_recall", "step_recall", "mass_lost", "output_error", "likelihood"]
+"""The measures that replace scores of tasks, and whose worth `what_predicts_the_answer` measures."""
 KINDS_DIFFER: Final = "Kinds of text differ"
 """How a comparison begins to say that a mean is one of these texts more than of texts."""
 
@@ -77,6 +81,7 @@ class Claim(BaseModel):
     other measures or at other budgets, share a name and count once.
     stands_in says which measure replaces the paper's own where that cannot be taken here; empty where it is the same.
     A finding whose paper prints no number in the unit of that measure tests the direction alone.
+    stand_in names that measure, if it replaces scores of tasks and is one whose worth is measured (`stand_ins`).
     untested says, of a claim that no experiment here can measure, why not and what would test it.
     figure is the name under which the experiment keeps the picture that shows it.
     phrases say in words what its numbers say.
@@ -101,6 +106,7 @@ class Claim(BaseModel):
     finding: str = ""
     experiment: str | None = None
     stands_in: str = ""
+    stand_in: StandIn | None = None
     note: str = ""
     untested: str = ""
     figure: str = ""
@@ -133,6 +139,12 @@ class Claim(BaseModel):
     def _counted_once(self) -> Claim:
         if self.finding and self.kind not in SAMPLED:
             raise ValueError(f"{self.id} names a finding, but it is of the kind {self.kind}: only findings share one")
+        return self
+
+    @model_validator(mode="after")
+    def _says_what_stands_in(self) -> Claim:
+        if self.stand_in and not self.stands_in:
+            raise ValueError(f"{self.id} names a stand_in: say in `stands_in` what it replaces")
         return self
 
     @model_validator(mode="after")
@@ -246,7 +258,9 @@ class Verdict(BaseModel):
     value: float | None
     low: float | None = None
     high: float | None = None
-    verdict: Literal["holds", "holds in direction only", "fails", "undecided", "not measured"]
+    verdict: Literal[
+        "holds", "holds in direction only", "holds by a weak stand-in", "fails", "undecided", "not measured"
+    ]
     power: Literal["", "seen", "not seen"] = ""
     why: str = Field(description="one or two sentences")
 

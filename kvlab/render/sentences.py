@@ -27,7 +27,8 @@ def sentence(claim: papers.Claim, verdict: papers.Verdict) -> str:
     else:
         missed = verdict.verdict == papers.FAILS
         said = f"{(claim.phrases.missed if missed else claim.phrases.met).rstrip('.')}: "
-    return f"{said}{_ours(claim, verdict)}{_papers(claim)}."
+    worth = "; the stand-in is weak" if verdict.verdict == papers.WEAK else ""
+    return f"{said}{_ours(claim, verdict)}{_papers(claim)}{worth}."
 
 
 def of_figure(experiment: str, figure: str, metrics: Mapping[str, float]) -> list[str]:

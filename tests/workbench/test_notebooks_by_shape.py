@@ -30,6 +30,7 @@ OWN = {
     "rocketkv_design": {"tokens": 2000},
     "shared_context": {"length": 300, "turns": 2, "trials": 1, "kinds": ["kv"], "budgets": [64]},
     "speed_and_memory": {"lengths": [200, 400], "first_token_lengths": [200], "batches": [1, 2], "repeats": 2},
+    "what_predicts_the_answer": {"tokens": 200, "length": 300, "new_tokens": 6, "budgets": [40, 64], "documents": TWO},
     "tasks_at_small_budgets": {"documents": TWO[:1], "articles": ["squad/Oxygen"], "length": 640},
     "why_it_fails": {"tokens": 200, "new_tokens": 6},
 }

@@ -175,7 +175,7 @@ def measure(
         One row for each example, policy and place: task, document, example, policy, budget, compress_at, nll, score,
         hits, scored_tokens, prompt_tokens, kv_bytes.
     """
-    known = _read(path)
+    known = kept(path)
     rows = []
     total = sum(len(items) for items, _ in plan)
     with (
@@ -228,7 +228,7 @@ def _key(lm: LM, item: Item, policy: Policy, at: str) -> str:
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
 
 
-def _read(path: str | Path | None) -> dict[str, dict[str, Any]]:
+def kept(path: str | Path | None) -> dict[str, dict[str, Any]]:
     """The results in the file; a half line at its end, left by a run that was cut off, is removed."""
     if path is None or not Path(path).exists():
         return {}

@@ -152,13 +152,13 @@ def _divergences(lm: LM, trace: Trace, found: Sequence[System]) -> Measured:
         raise KvlabError("this trace holds no token ids, so nothing can be fed along its response")
     prompt, response = trace.ids[None, : trace.prompt_length], trace.ids[trace.prompt_length :]
     full = None
-    for system, logits, size in logits_of_systems(lm, prompt, response, found, _repeated(lm, trace, prompt, found)):
+    for system, logits, size in logits_of_systems(lm, prompt, response, found, repeated(lm, trace, prompt, found)):
         chances = logits[scores.SCORED_FROM - 1 :].log_softmax(-1)
         full = chances if full is None else full
         yield system, "kl", float(F.kl_div(chances, full, reduction="batchmean", log_target=True)), size
 
 
-def _repeated(lm: LM, trace: Trace, prompt: Tensor, found: Iterable[System]) -> Repeated:
+def repeated(lm: LM, trace: Trace, prompt: Tensor, found: Iterable[System]) -> Repeated:
     """What a trace holds of passes that repeat its prompt `[1, length]`, as a prefill of it would know it."""
     encode = encoder(lm) if lm.tokenizer else None
     known: Repeated = {}

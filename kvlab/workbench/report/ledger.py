@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.papers import many_claims
+from kvlab.papers.stand_ins import Prediction, Predictions, prediction_of, weighed
 from kvlab.workbench import project
-from kvlab.workbench.report import runs
+from kvlab.workbench.report import runs, stand_ins
 from kvlab.workbench.report.claim_mistakes import mistakes
 from kvlab.workbench.report.ledger_models import Subject, subjects
 from kvlab.workbench.report.provenance import Origin, seconds
@@ -45,7 +47,15 @@ COLUMNS = [
 UNTESTED = "cannot be tested here"
 STATES = (*papers.VERDICTS, UNTESTED)
 """The states of a claim: its verdict, or UNTESTED where no experiment here can measure it."""
-WEAKEST = (papers.FAILS, papers.UNDECIDED, papers.DIRECTION, papers.HOLDS, papers.UNMEASURED, UNTESTED)
+WEAKEST = (
+    papers.FAILS,
+    papers.UNDECIDED,
+    papers.WEAK,
+    papers.DIRECTION,
+    papers.HOLDS,
+    papers.UNMEASURED,
+    UNTESTED,
+)
 """The states in the order in which they decide what a finding of several claims stands as: what has not been measured
 says nothing of it."""
 HOLDING = (papers.HOLDS, papers.DIRECTION)
@@ -73,6 +83,8 @@ class Entry:
 
     That is a run of the store, or what a kept ledger says of one (`kept`); both are None where nothing was measured.
     `q` is that of its direction among all that were tested on the model by the profile (`set_q`); None for others.
+    `verdict` is that of the claim's tests, and is what a ledger keeps. `shown` also knows what the claim's stand-in is
+    worth on this model (`predictions`).
     """
 
     claim: papers.Claim
@@ -82,6 +94,16 @@ class Entry:
     kept: Origin | None = None
     alike: Entry | None = field(default=None, repr=False, compare=False)
     q: float | None = field(default=None, repr=False, compare=False)
+    predictions: Predictions = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def shown(self) -> papers.Verdict:
+        return weighed(self.claim, self.verdict, self.predictions)
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """How well the claim's stand-in predicts answers on this model, where it has one and that was measured."""
+        return prediction_of(self.claim, self.predictions)
 
     @property
     def compared(self) -> Entry:
@@ -116,7 +138,7 @@ class Entry:
 
     @property
     def state(self) -> str:
-        return UNTESTED if self.claim.untested else self.verdict.verdict
+        return UNTESTED if self.claim.untested else self.shown.verdict
 
     @property
     def full_only(self) -> bool:
@@ -145,7 +167,7 @@ class Entry:
 
     @property
     def row(self) -> dict[str, Any]:
-        claim, verdict = self.claim, self.verdict
+        claim, verdict = self.claim, self.shown
         return {
             "id": claim.id,
             "paper": claim.paper,
@@ -244,6 +266,7 @@ def entries(model: str | Sequence[str] | None = None, profile: str | None = None
         name: _judged(every, name, {of: found[name] for of, found in newest.items() if name in found}, tags)
         for name in known
     }
+    stand_ins.weigh(chain.from_iterable(verdicts.values()), stand_ins.of_store())
     return side_by_side({name: mine for name, mine in verdicts.items() if any(entry.run for entry in mine)})
 
 

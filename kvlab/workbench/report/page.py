@@ -70,6 +70,7 @@ __all__ = [
 MARKS = {
     "holds": ("holds", "●"),
     "holds in direction only": ("direction", "◐"),
+    "holds by a weak stand-in": ("weak", "◔"),
     "fails": ("fails", "○"),
     "undecided": ("undecided", "◇"),
     "not measured": ("unmeasured", "–"),
@@ -252,7 +253,7 @@ def _page(
 
 def _found(entry: Entry) -> str:
     """What is said of an entry under its claim's summary: of one that is not measured the reason alone."""
-    verdict = entry.verdict
+    verdict = entry.shown
     return verdict.why if verdict.verdict == papers.UNMEASURED else sentence(entry.claim, verdict)
 
 

@@ -86,7 +86,7 @@ def quoted(of_paper: Iterable[Entry], model: str, names: Iterable[str]) -> list[
         if entry.model == model and entry.claim.kind in papers.SAMPLED and entry.state not in OPEN:
             found.setdefault(entry.claim.fact[1], []).append(entry)
     weakest = [min(found[name], key=lambda entry: WEAKEST.index(entry.state)) for name in names if name in found]
-    return [sentence(entry.claim, entry.verdict) for entry in weakest]
+    return [sentence(entry.claim, entry.shown) for entry in weakest]
 
 
 def _unmeasured(count: int) -> str:
@@ -109,8 +109,7 @@ def _counts(of_paper: Iterable[Entry], order: Sequence[Subject]) -> str:
 
 
 def _verb(state: str, count: int) -> str:
-    one = {papers.HOLDS: "holds", papers.DIRECTION: "holds in direction only", papers.FAILS: "fails"}
-    words = one.get(state, "is undecided")
+    words = "is undecided" if state == papers.UNDECIDED else state
     return words if count == 1 else words.replace("holds", "hold").replace("fails", "fail").replace("is ", "are ")
 
 

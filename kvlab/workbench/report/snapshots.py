@@ -16,7 +16,7 @@ from typing import NoReturn
 from kvlab import papers
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib.files import why
-from kvlab.workbench.report import csv_tables
+from kvlab.workbench.report import csv_tables, stand_ins
 from kvlab.workbench.report.ledger import (
     Entry,
     by_model,
@@ -236,6 +236,7 @@ def _read(path: Path) -> list[Entry]:
         if _rests(known[name], profile)
     ]
     set_q(found)
+    stand_ins.weigh(found, stand_ins.read(path.parent))
     return found
 
 
