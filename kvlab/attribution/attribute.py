@@ -111,15 +111,16 @@ def attributions(
         raise KvlabError(f"loss={loss!r} is neither 'nll' nor 'kl'")
     if not 1 <= whole("points", points) <= MOST_POINTS:
         raise KvlabError(f"points={points}: between 1 and {MOST_POINTS} points on the line can be taken")
-    of_trace = text if isinstance(text, Trace) else None
-    if of_trace is not None:
-        text, response = _from_trace(lm, of_trace, response)
+    traced = None
+    if isinstance(text, Trace):
+        traced = text.document
+        text, response = _from_trace(lm, text, response)
     if several(text):
         raise KvlabError("one prompt is attributed at a time; call attribute for each")
     for tested in chosen:
         _check(tested)
     ids, document = prompt_ids(lm, text, chat)
-    document = document if of_trace is None else of_trace.document
+    document = traced or document
     given = None if response is None else response_ids(lm, response)
     tokens = whole("new_tokens", new_tokens) if given is None else len(given)
     if tokens < 2:

@@ -99,7 +99,8 @@ class Rounding:
             exactly = torch.cat([exact(old[kv_head]), exact(new[kv_head])])[columns]
             off = exact(stored.unflatten(0, (kv_heads, -1))[kv_head][:, columns]) - exactly
             found.append(off.masked_fill_(~when.any(1)[..., None], 0))
-        return HeadRounding(*found, when)
+        off_keys, off_values = found
+        return HeadRounding(off_keys, off_values, when)
 
 
 @dataclass
