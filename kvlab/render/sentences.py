@@ -8,11 +8,15 @@ from kvlab import papers
 from kvlab.render.phrases import number, with_interval
 
 
-def sentence(claim: papers.Claim, verdict: papers.Verdict) -> str:
+def sentence(claim: papers.Claim, verdict: papers.Verdict, weak: bool = False) -> str:
     """What our numbers say to a claim: `SnapKV loses less than H2O: 0.035 (0.023 to 0.047); the paper prints 0.04.`
 
     A claim without phrases gives its summary, with the verdict before it; so does a recomputed one that fails. One that
     was not measured gives the reason.
+
+    Args:
+        verdict: of the claim's tests (`papers.judge`).
+        weak: whether it rests on a stand-in that does not predict answers, which the sentence says at its end.
     """
     summary = claim.summary.rstrip(".")
     if verdict.verdict == papers.UNMEASURED:
@@ -27,7 +31,7 @@ def sentence(claim: papers.Claim, verdict: papers.Verdict) -> str:
     else:
         missed = verdict.verdict == papers.FAILS
         said = f"{(claim.phrases.missed if missed else claim.phrases.met).rstrip('.')}: "
-    worth = "; the stand-in is weak" if verdict.verdict == papers.WEAK else ""
+    worth = "; the stand-in is weak" if weak else ""
     return f"{said}{_ours(claim, verdict)}{_papers(claim)}{worth}."
 
 

@@ -10,6 +10,7 @@ from kvlab import papers
 from kvlab.errors import KvlabError
 from kvlab.papers.claim import Claim
 from kvlab.papers.stand_ins import ACROSS, DOCUMENTS, EXPERIMENT
+from kvlab.render.sentences import sentence
 from kvlab.workbench.report import ledger, snapshots, stand_ins
 from kvlab.workbench.store import database, tracking
 
@@ -49,6 +50,7 @@ def test_a_weak_stand_in_changes_what_is_shown_and_not_what_is_kept(project, tmp
     measured(0.3)
     (entry,) = [entry for entry in ledger.entries() if entry.claim.id == CLAIM]
     assert entry.state == papers.WEAK and entry.row["verdict"] == papers.WEAK and entry.verdict.verdict == papers.HOLDS
+    assert sentence(entry.claim, entry.verdict, entry.weak).endswith("; the stand-in is weak.")
     (kept,) = snapshots.keep(tmp_path)
     line = pandas.read_csv(kept.path).set_index("claim").loc[CLAIM]
     assert line["verdict"] == papers.HOLDS

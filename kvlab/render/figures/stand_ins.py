@@ -35,7 +35,7 @@ UNITS = {
     "mass_lost": "attention mass lost (share)",
     "output_error": "relative error of the attention output",
 }
-ANSWER = "NLL of the right answer above the full cache's, nats a token"
+ANSWER = "NLL of the right answer\nabove the full cache's, nats a token"
 
 
 def ranking(found: Findings) -> Figure:

@@ -58,7 +58,7 @@ WEAKEST = (
 )
 """The states in the order in which they decide what a finding of several claims stands as: what has not been measured
 says nothing of it."""
-HOLDING = (papers.HOLDS, papers.DIRECTION)
+HOLDING = (papers.HOLDS, papers.DIRECTION, papers.WEAK)
 """The states in which the direction agrees; that it does not says only "fails"."""
 GROUPS = ("findings", "questions", "checks", "recomputed", "timings")
 
@@ -99,6 +99,11 @@ class Entry:
     @property
     def shown(self) -> papers.Verdict:
         return weighed(self.claim, self.verdict, self.predictions)
+
+    @property
+    def weak(self) -> bool:
+        """Whether a weak stand-in has changed the verdict of the claim's tests."""
+        return self.shown.verdict != self.verdict.verdict
 
     @property
     def prediction(self) -> Prediction | None:

@@ -76,7 +76,7 @@ MARKS = {
     "not measured": ("unmeasured", "–"),
     UNTESTED: ("untested", "∅"),
 }
-DECIDED = (papers.HOLDS, papers.DIRECTION, papers.FAILS)
+DECIDED = (papers.HOLDS, papers.DIRECTION, papers.WEAK, papers.FAILS)
 MAIN = "report.html"
 OF_MODELS = "model-*.html"
 FOLDED = {
@@ -253,8 +253,8 @@ def _page(
 
 def _found(entry: Entry) -> str:
     """What is said of an entry under its claim's summary: of one that is not measured the reason alone."""
-    verdict = entry.shown
-    return verdict.why if verdict.verdict == papers.UNMEASURED else sentence(entry.claim, verdict)
+    verdict = entry.verdict
+    return verdict.why if verdict.verdict == papers.UNMEASURED else sentence(entry.claim, verdict, entry.weak)
 
 
 def _section(

@@ -86,7 +86,7 @@ def quoted(of_paper: Iterable[Entry], model: str, names: Iterable[str]) -> list[
         if entry.model == model and entry.claim.kind in papers.SAMPLED and entry.state not in OPEN:
             found.setdefault(entry.claim.fact[1], []).append(entry)
     weakest = [min(found[name], key=lambda entry: WEAKEST.index(entry.state)) for name in names if name in found]
-    return [sentence(entry.claim, entry.shown) for entry in weakest]
+    return [sentence(entry.claim, entry.verdict, entry.weak) for entry in weakest]
 
 
 def _unmeasured(count: int) -> str:
