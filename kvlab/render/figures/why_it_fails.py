@@ -190,9 +190,11 @@ def tokens(parts: pandas.DataFrame, found: Findings, budget: float) -> Figure:
 
 def _costs(lifts: pandas.DataFrame, group: str) -> str:
     """Which parts cost more or less than their share of the entries, as the intervals have it: a title."""
-    for side, parts in (("Above", lifts[lifts.low > 1]), ("Below", lifts[lifts.high < 1])):
+    ordered = lifts.sort_values("value", ascending=False)
+    for side, parts in (("Above", ordered[ordered.low > 1]), ("Below", ordered[ordered.high < 1][::-1])):
         if len(parts):
-            return f"{side} their share: {', '.join(map(str, parts.index))}"
+            more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+            return f"{side} their share: {parts.index[0]}{more}"
     return {"kind": "No kind of token stands out", "distance": "No distance stands out"}[group]
 
 
