@@ -68,7 +68,7 @@ def test_tables_of_a_model_with_one_kv_head_finish_without_a_question_about_head
     shape = dict(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1, head_dim=16, hidden_size=64)
     one = tiny("tiny-qwen2", tokenizer=models.DEFAULT, max_position_embeddings=8192, **shape)
     path = experiments.load("compilerkv_tables").path
-    run = executed(path, one, monkeypatch, **(SMALL | OWN["compilerkv_tables"]))
+    run = executed(path, one, monkeypatch, documents=TWO, **OWN["compilerkv_tables"])
     assert run.state == "FINISHED"
     assert run.metrics["alone/changed/128"] == 0
     assert not [name for name in run.metrics if name.startswith("signal/alone_heads")]

@@ -172,7 +172,7 @@ def table_2(findings: Findings) -> Figure:
     """
     figure, ax = plt.subplots(figsize=(7, 4.2))
     names = {"kept": "attention kept", "recall": "recall", "error": "output error"}
-    lost = 100 * float(printed.parts(papers.figure("compilerkv", "table2"))["raw_attention"])
+    lost = 100 * printed.parts(papers.figure("compilerkv", "table2")).to_dict()["raw_attention"]
     plots.paper_beside_ours(
         dict.fromkeys(names, lost),
         *plots.by_key(findings.frame(ablation.LOSS), "measure", 100),

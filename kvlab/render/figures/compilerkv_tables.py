@@ -29,7 +29,7 @@ def published_tables(tables: DecisionTables, findings: Findings) -> Figure:
     left.axvspan(middle.start, middle.stop - 1, color=plots.PAPER, alpha=0.3, label="paper: low weights here")
     left.plot(findings.table["layer"], findings.table["weight"], marker="o", color=plots.COLOURS[0])
     left.set(xlabel="layer", ylabel="weight, mean over 32 heads", title="Figure A2: middle layers weigh more")
-    left.legend()
+    left.legend(**plots.BELOW)
     risk, (low, high) = np.array(tables.risk).mean(0), tables.entropy
     entropies = low + (np.arange(len(risk)) + 0.5) / len(risk) * (high - low)
     curves = pd.DataFrame(risk, index=entropies)
@@ -45,7 +45,7 @@ def published_tables(tables: DecisionTables, findings: Findings) -> Figure:
     )
     right.set(xlabel="entropy of attention (nats)", ylabel="threshold, mean over layers")
     right.set_title("Figure A3: thresholds rise with entropy")
-    right.legend(fontsize=9)
+    right.legend(fontsize=9, **plots.BELOW)
     return figure
 
 
