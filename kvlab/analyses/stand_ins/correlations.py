@@ -102,7 +102,7 @@ def of_cells(measures: pd.DataFrame, stand_in: str, outcome: str) -> pd.Series:
     for cell, part in known.groupby(CELL):
         ours, theirs = part[stand_in].to_numpy(), part[outcome].to_numpy()
         if np.ptp(ours) and np.ptp(theirs):
-            of_each[cell] = float(stats.spearmanr(ours, theirs)[0])
+            of_each[cell] = float(cast("Any", stats.spearmanr(ours, theirs)).statistic)
     index = (
         pd.MultiIndex.from_tuples(of_each, names=CELL) if of_each else pd.MultiIndex.from_product([[]] * 3, names=CELL)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -139,7 +139,7 @@ def policies(cells: pd.DataFrame, budget: float, stand_ins: tuple[str, ...] = ("
             ax.plot(mean[name], mean["above"], "o", color=colour(str(policy)), markersize=6)
             style = {"textcoords": "offset points", "xytext": (5, 2), "fontsize": 8.5}
             ax.annotate(str(policy), (mean[name], mean["above"]), color=colour(str(policy)), **style)
-        rho = float(stats.spearmanr(means[name].to_numpy(), means["above"].to_numpy())[0])
+        rho = cast("Any", stats.spearmanr(means[name].to_numpy(), means["above"].to_numpy())).statistic
         ax.set_xlabel(UNITS[name])
         ax.set_title(f"{NAMES[name]}: {'-' if rho < 0 else ''}{abs(rho):.2f} between the means", fontsize=10.5)
         ax.margins(x=0.16)
