@@ -255,9 +255,10 @@ def fidelity(
 
 def _running(lm: LM, tested: Sequence[Policy], ids: Tensor, followed: Tensor) -> list[Policy]:
     """The policies as they run live: one that sees the response as the sets that it keeps in a replay of it."""
-    if not any(each.needs.response for each in tested):
+    oracles = [each for each in tested if each.needs.response]
+    if not oracles:
         return list(tested)
-    trace = capture(lm, ids, response=followed[:-1], pseudo=(), policies=list(tested), progress=False)
+    trace = capture(lm, ids, response=followed[:-1], pseudo=(), policies=oracles, progress=False)
     return [
         GivenSets(budget=each.entries(len(ids)), sets=replay(trace, each).kept_sets, source=each.name)
         if each.needs.response
