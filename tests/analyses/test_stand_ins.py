@@ -51,12 +51,16 @@ def test_a_run_that_was_cut_off_goes_on(measured, reader, tmp_path, monkeypatch)
     pd.testing.assert_frame_equal(cells.measure(reader, prompts, [40, 64], NAMES, new_tokens=6, path=path), table)
 
 
-def test_what_keeps_the_whole_prompt_is_refused():
-    assert "quest" not in cells.evicting() and "random" in cells.evicting() and "kvzip" not in cells.evicting(["quick"])
+def test_what_reads_the_whole_prompt_is_refused():
+    assert (
+        "think" not in cells.budgeted()
+        and {"random", "quest"} <= set(cells.budgeted())
+        and "kvzip" not in cells.budgeted(["quick"])
+    )
     with pytest.raises(KvlabError, match="quest keeps every entry"):
-        cells.evicting(["snapkv", "quest"])
+        cells.budgeted(["snapkv", "think"])
     with pytest.raises(KvlabError, match="did you mean 'snapkv'"):
-        cells.evicting(["snapkw"])
+        cells.budgeted(["snapkw"])
 
 
 def test_the_correlations_of_made_up_cells():

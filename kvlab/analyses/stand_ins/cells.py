@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 REPLAYED = ("recall", "window_recall", "step_recall", "mass_lost", "output_error")
 """The stand-ins that a replay measures; recalls ask for as many tokens as the budget has entries."""
 
-WHOLE = ("exact_topk", "full", "hybrid", "quest", "sparq", "think")
-"""The policies that keep every entry of the prompt: what is kept says nothing of them."""
+WHOLE = ("full", "think")
+"""The policies that read every entry of the prompt: they have no budget of entries."""
 
 RESPONSE = "response"
 
@@ -66,17 +66,20 @@ class Prompt:
     continuation: Tensor | None = None
 
 
-def evicting(names: Sequence[str] = ("all",)) -> list[str]:
-    """The policies that cut the prompt down: "all" of them, "quick" for those that cost little, or by name.
+def budgeted(names: Sequence[str] = ("all",)) -> list[str]:
+    """The policies that keep or read no more entries than a budget: "all" of them, "quick" for those that cost little,
+    or by name.
 
     Raises:
-        KvlabError: an unknown policy, or one that keeps every entry.
+        KvlabError: an unknown policy, or one that reads every entry.
     """
     every = [name for name in policies() if name not in WHOLE]
     sets = {"all": every, "quick": [name for name in every if name not in LEFT_OUT]}
     chosen = list(dict.fromkeys(each for name in names for each in sets.get(name, [name])))
     if whole := [name for name in chosen if name in WHOLE]:
-        raise KvlabError(f"{whole[0]} keeps every entry of the prompt; name policies that evict, such as snapkv")
+        raise KvlabError(
+            f"{whole[0]} reads every entry of the prompt; name policies that evict or select, such as snapkv"
+        )
     return named(chosen)
 
 
@@ -175,7 +178,7 @@ def _cells(lm: LM, prompt: Prompt, every: Sequence[Policy], new_tokens: int) -> 
         replayed = replay(trace, policy)
         means = replayed.summary
         if replayed.kept_sets.shape[-1] == trace.prompt_length:
-            means["recall"] = math.nan  # morphkv prunes at its first step: what it keeps after the prefill says nothing
+            means["recall"] = math.nan  # what a method keeps says nothing where it selects, or prunes at its first step
         marks = {"policy": policy.name, "budget": getattr(policy, "budget", None)}
         rows.append(marks | {name: means[name] for name in REPLAYED} | live[policy] | reference)
     return rows
