@@ -147,10 +147,12 @@ def _side_by_side(models: dict[str, list[Entry]], labels: dict[str, str], title:
 def _counts(ledger: list[Entry], on: str = "", narrow: bool = False) -> Table:
     """Findings by paper and verdict; apart from these the checks that are met, and what was recomputed and agrees.
 
-    If narrow, each column is as wide as the longest word of its heading.
+    If narrow, each column is as wide as the longest word of its heading. Weak stand-ins have a column
+    where there are any.
     """
     from rich import box
 
+    from kvlab import papers
     from kvlab.workbench.report.ledger import Tally, by_paper
 
     title = f"Findings{on}. Counted apart: checks (controls, identities, examples), and the papers' own sums"
@@ -159,18 +161,20 @@ def _counts(ledger: list[Entry], on: str = "", narrow: bool = False) -> Table:
         table.padding, table.show_edge = 0, False
     total = Tally.of(ledger)
     table.add_column("paper", footer="all", overflow="fold")
-    for state, style in STYLES.items():
+    styles = {state: style for state, style in STYLES.items() if state != papers.WEAK or total.findings[state]}
+    agreeing = "sums agree" if narrow and papers.WEAK in styles else "recomputed, agree"
+    for state, style in styles.items():
         heading = _stacked(state) if narrow else state
         number = _number_of(total, state, "0", narrow)
         table.add_column(heading, justify="right", footer=f"[{style}]{number}[/]")
-    for heading, group in (("checks met", "checks"), ("recomputed, agree", "recomputed")):
+    for heading, group in (("checks met", "checks"), (agreeing, "recomputed")):
         table.add_column(_stacked(heading) if narrow else heading, justify="right", footer=total.met(group) or "·")
     for label, of_paper in by_paper(ledger).items():
         tally = Tally.of(of_paper)
         style = "red" if tally.checks_missed else "dim"
         table.add_row(
             label,
-            *(f"[{STYLES[state]}]{_number_of(tally, state, narrow=narrow)}[/]" for state in STYLES),
+            *(f"[{STYLES[state]}]{_number_of(tally, state, narrow=narrow)}[/]" for state in styles),
             f"[{style}]{tally.met('checks') or '·'}[/]",
             f"[dim]{tally.met('recomputed') or '·'}[/]",
         )

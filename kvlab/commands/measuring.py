@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -80,7 +80,8 @@ def attribute(
     text = corpus.document(document)
     lm = models.load(model, device=device, dtype=dtype)
     text = text if tokens is None else text.window(lm, tokens)
-    why = attributed(lm, tested, text, new_tokens, response=response, loss=loss, storage=form)  # type: ignore[reportArgumentType]
+    more_options: dict[str, Any] = {"response": response, "loss": loss, "storage": form}
+    why = attributed(lm, tested, text, new_tokens, **more_options)
     from kvlab.workbench.attribution_files import write
 
     for line in write(why, out):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import cycle
-from typing import NamedTuple
-
-from kvlab.methods import registry
+from typing import Any, NamedTuple
 
 INK = "#1c2430"
 EDGE = "#566173"
@@ -24,6 +22,7 @@ MAP = "cividis"
 VERDICTS = {
     "holds": "#d5efe0",
     "holds in direction only": "#fdf0c8",
+    "holds by a weak stand-in": "#f3efd9",
     "fails": "#f8d9d3",
     "undecided": "#d8e6f5",
     "not measured": "#e8eaee",
@@ -80,10 +79,16 @@ POLICIES = {
 MARKERS = "os^Dv<>pPXh"
 
 
+def _registry() -> dict[str, Any]:
+    from kvlab.methods import registry  # it loads torch, which a command that only shows verdicts does without
+
+    return registry()
+
+
 def family_colour(policy: str) -> str:
     """The colour of the family of a policy, whose name is the first word of `policy`."""
     name = _name(policy)
-    return FAMILIES.get(registry()[name].family, OTHER) if name in registry() else OTHER
+    return FAMILIES.get(_registry()[name].family, OTHER) if name in _registry() else OTHER
 
 
 def look(policy: str) -> Look:
@@ -91,14 +96,14 @@ def look(policy: str) -> Look:
     name = _name(policy)
     if name in POLICIES:
         return POLICIES[name]
-    others = [known for known in registry() if known not in POLICIES]
+    others = [known for known in _registry() if known not in POLICIES]
     marker = MARKERS[others.index(name) % len(MARKERS)] if name in others else "o"
     return Look(family_colour(name), marker)
 
 
 def is_policy(name: object) -> bool:
     """Whether this is the name of a policy of kvlab."""
-    return isinstance(name, str) and (name in POLICIES or name in registry())
+    return isinstance(name, str) and (name in POLICIES or name in _registry())
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:

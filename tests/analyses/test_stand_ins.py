@@ -57,7 +57,7 @@ def test_what_reads_the_whole_prompt_is_refused():
         and {"random", "quest"} <= set(cells.budgeted())
         and "kvzip" not in cells.budgeted(["quick"])
     )
-    with pytest.raises(KvlabError, match="quest keeps every entry"):
+    with pytest.raises(KvlabError, match="think reads every entry"):
         cells.budgeted(["snapkv", "think"])
     with pytest.raises(KvlabError, match="did you mean 'snapkv'"):
         cells.budgeted(["snapkw"])

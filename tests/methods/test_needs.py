@@ -62,8 +62,9 @@ def around(name):
 def test_a_method_around_a_scorer_asks_for_all_that_the_scorer_asks_for(name):
     inner, outer = Greedy().needs, (kvlab.policy(name, scorer=Greedy()) if name == "think" else around(name)).needs
     for each in fields(Needs):
-        if each.name not in (*VERBS, "queries"):
+        if each.name not in (*VERBS, "queries", "response"):  # a scorer that sees the response runs in replays alone
             assert getattr(outer, each.name) == getattr(inner, each.name) != getattr(NOTHING, each.name), each.name
+    assert name == "think" or kvlab.policy(name, budget=20, scorer="oracle_attention").needs.response
     assert outer.queries == (32 if name == "think" else 8)
     assert outer.pseudo.tokens(torch.arange(9), 0, torch.as_tensor).tolist() == [0, 1, 2, 3, 4]
     assert not outer.steps and not outer.acts_while_decoding

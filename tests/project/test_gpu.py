@@ -21,11 +21,10 @@ from kvlab.analyses.together import storing
 from kvlab.inputs import models
 from kvlab.instruments.probes import QuerySimilarity
 from kvlab.live.shared_prefill import shared_prefill
-from kvlab.methods import registry
 from kvlab.methods._base.lookup import DecisionTables
 from kvlab.traces import shared
 
-NAMES = sorted(registry())
+NAMES = sorted(kvlab.policies())
 WHOLE = dict(queries="all", accumulate=True)
 PROBES = ["mass_lost", "step_recall", "output_error", "entropy", "positions", "bytes"]
 

@@ -106,7 +106,6 @@ def test_bench_needs_no_extra(base):
         ("report --from kept", "MLflow"),
         ("stability", "MLflow"),
         ("pages --only snapkv", "matplotlib"),
-        ("compile --contexts 1", "pyarrow"),
     ],
 )
 def test_a_command_that_needs_an_extra_names_it(base, words, name):

@@ -45,11 +45,11 @@ RESTS_ON = {
 
 @pytest.fixture(scope="module")
 def states() -> dict[str, dict[str, str]]:
-    """Claim -> model -> its state, where it was measured."""
+    """Claim -> model -> the verdict of its two tests, where it was measured; sentences are about measures."""
     found: dict[str, dict[str, str]] = {}
     for entry in snapshots.kept(ROOT / "docs" / "ledger"):
         if entry.measured:
-            found.setdefault(entry.claim.id, {})[entry.model.partition("@")[0]] = entry.state
+            found.setdefault(entry.claim.id, {})[entry.model.partition("@")[0]] = entry.verdict.verdict
     return found
 
 

@@ -12,6 +12,7 @@ from matplotlib.ticker import FuncFormatter
 
 from kvlab.analyses.findings import DOCUMENT, estimates
 from kvlab.analyses.why_it_fails import lost_entries, token_kinds
+from kvlab.render import theme
 from kvlab.render.figures import plots
 from kvlab.render.figures.attribution import ORDERS
 from kvlab.render.figures.many_policies import at, named_rows
@@ -23,19 +24,16 @@ if TYPE_CHECKING:
 
     from kvlab.analyses.findings import Findings
 
-LOOKS = {
-    "morphkv": ("MorphKV", plots.COLOURS[0], "o"),
-    "compilerkv": ("CompilerKV", plots.COLOURS[1], "s"),
-    "rocketkv": ("RocketKV", plots.COLOURS[2], "D"),
-    "zsmerge_unmerged": ("ZSMerge, unmerged", plots.COLOURS[4], "P"),
-    "dapq": ("DapQ", plots.COLOURS[3], "X"),
-    "snapkv": ("SnapKV", plots.INK, "^"),
-    "h2o": ("H2O", plots.EDGE, "v"),
-    "streamingllm": ("StreamingLLM", "#8592a3", "<"),
-    "random": ("random", "#b9c1cb", ">"),
+NAMES = {
+    "morphkv": "MorphKV",
+    "compilerkv": "CompilerKV",
+    "rocketkv": "RocketKV",
+    "zsmerge_unmerged": "ZSMerge, unmerged",
+    "dapq": "DapQ",
+    "snapkv": "SnapKV",
+    "h2o": "H2O",
+    "streamingllm": "StreamingLLM",
 }
-"""How each policy is drawn: name, colour, marker."""
-OTHER = plots.COLOURS[5], "h"
 WIDE = 11, 4.6
 BESIDE_A_MAP = 12.6, 5.0
 UNDER: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "fontsize": 9}
@@ -49,8 +47,8 @@ def concentration(curves: pandas.DataFrame, found: Findings, budget: float) -> F
     curves = at(curves, budget=budget)
     for _, part in curves.groupby(DOCUMENT, sort=False):
         single = part.groupby("entries").by_effect.mean()
-        left.plot(single.index, single, color="#dde1e6", linewidth=1.2, zorder=1)
-    left.plot([], [], color="#dde1e6", label="single documents")
+        left.plot(single.index, single, color=theme.RULE, linewidth=1.2, zorder=1)
+    left.plot([], [], color=theme.RULE, label="single documents")
     means = curves.groupby(["policy", "entries"], sort=False).by_effect.mean()
     for name in _policies(curves):
         label, tint, marker = look(name)
@@ -98,7 +96,7 @@ def attention(curves: pandas.DataFrame, found: Findings, budget: float) -> Figur
     )
     left.legend(loc="upper left", title=extent, title_fontsize=9, alignment="left")
     cost = _at(found, lost_entries.COST, budget).set_index("policy").value
-    right.barh(range(len(names)), cost[names], color="#e6e9ed", height=0.72, label="what the policy costs", zorder=1)
+    right.barh(range(len(names)), cost[names], color=theme.GRID, height=0.72, label="what the policy costs", zorder=1)
     regained = []
     for order, shift in (("effect", -0.16), ("attention", 0.16)):
         label, tint, marker = ORDERS[order]
@@ -191,7 +189,8 @@ def tokens(parts: pandas.DataFrame, found: Findings, budget: float) -> Figure:
 def _costs(lifts: pandas.DataFrame, group: str) -> str:
     """Which parts cost more or less than their share of the entries, as the intervals have it: a title."""
     ordered = lifts.sort_values("value", ascending=False)
-    for side, parts in (("Above", ordered[ordered.low > 1]), ("Below", ordered[ordered.high < 1][::-1])):
+    above, below = ordered.loc[ordered["low"] > 1], ordered.iloc[::-1].loc[lambda rows: rows["high"] < 1]
+    for side, parts in (("Above", above), ("Below", below)):
         if len(parts):
             more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
             return f"{side} their share: {parts.index[0]}{more}"
@@ -237,7 +236,8 @@ def missed(keepers: pandas.DataFrame, found: Findings, budget: float, policy: st
 
 def look(policy: str) -> tuple[str, str, str]:
     """Name, colour and marker of a policy."""
-    return LOOKS.get(policy, (policy, *OTHER))
+    drawn = theme.look(policy.removesuffix("_unmerged"))
+    return NAMES.get(policy, policy), drawn.colour, drawn.marker
 
 
 def _at(found: Findings, effect: str, budget: float, **keys: Any) -> pandas.DataFrame:
