@@ -160,8 +160,13 @@ def _ledger() -> str:
     """All claims in one table with the verdicts of the kept ledgers, narrowed by paper, verdict, kind and words."""
     claims = papers.claims()
     labels = {paper.name: paper.label for paper in papers.papers()}
-    models = {path.stem: snapshots.read(path) for path in (ROOT / "docs" / "ledger").glob("*.csv")}
-    states = {model: {entry.claim.id: entry for entry in models[model]} for model in sorted(models, key=_default_first)}
+    every = snapshots.kept(ROOT / "docs" / "ledger")  # the report's reader: it knows the profile that models share
+    sizes = subjects(every)
+    models = {size.label: size.name for size in sizes}
+    states = {
+        model: {entry.claim.id: entry for entry in every if entry.model == models[model]}
+        for model in sorted(models, key=_default_first)
+    }
     kinds = dict.fromkeys(claim.kind for claim in claims)
 
     def options(values: list[tuple[str, str]]) -> str:
@@ -214,12 +219,11 @@ def _ledger() -> str:
         for claim in claims
     )
     flipping = "".join(f"\n{sentence}\n" for sentence in stability.sentences(steady))
-    every = [entry for judged in models.values() for entry in judged]
-    sizes = across(every, subjects(every))
+    agreement = across(every, sizes)
     turning = "".join(
         f"<details><summary><b>{len(found)}</b> {kind}</summary><ul>"
         f"{''.join(f'<li>{html.escape(str(finding))}</li>' for finding in found)}</ul></details>"
-        for kind, found in sizes.items()
+        for kind, found in agreement.items()
     )
     heads = "".join(f"<th>{html.escape(model)}</th>" for model in states)
     return f"""# Ledger
@@ -230,7 +234,7 @@ of `docs/ledger/`; `kvlab reproduce` gives each claim its verdict on your machin
 [Claims and verdicts](docs/claims.md) says by what rules. The address holds what you narrow the table to, and a claim's
 id leads to its row: both can be linked.
 {flipping}
-Of the {sum(map(len, sizes.values()))} findings that several models measured:
+Of the {sum(map(len, agreement.values()))} findings that several models measured:
 
 {turning}
 

@@ -21,6 +21,9 @@ from support.paths import ROOT
 
 import kvlab
 from kvlab import papers
+from kvlab.workbench.report import snapshots
+from kvlab.workbench.report.ledger_models import subjects
+from kvlab.workbench.report.model_agreement import across
 
 BUILD = ROOT / "docs" / "site" / "build.py"
 SHOWN = (
@@ -135,6 +138,17 @@ def test_every_type_of_ours_in_a_signature_leads_to_what_it_is(site):
         )
         unlinked = names & set(re.findall(r'<span class="pre">([A-Za-z]\w+)</span>', plain))
         assert not unlinked, (unlinked, re.sub(r"<[^>]+>", "", signature))
+
+
+def test_the_ledgers_page_says_what_the_report_says(site):
+    """Both read the kept ledgers by one reader, and compare models by the profile that they share."""
+    every = snapshots.kept(ROOT / "docs" / "ledger")
+    text = (site / "ledger.html").read_text(encoding="utf-8")
+    for kind, found in across(every, subjects(every)).items():
+        assert f"<b>{len(found)}</b> {kind}" in text
+    for entry in every[:40]:
+        (row,) = re.findall(rf'<tr id="{re.escape(entry.claim.id)}".*?</tr>', text, re.DOTALL)
+        assert f"<b>{entry.state}</b>" in row
 
 
 def test_no_link_is_dead_and_nothing_is_fetched_from_elsewhere(site):
