@@ -71,6 +71,23 @@ def test_the_unit_stands_with_the_number_that_has_it(project, models, changes, o
         assert ("ours are: furlongs" in paper) is not of_paper
 
 
+@pytest.mark.parametrize("verdict", ["not measured", "holds"])
+def test_a_number_that_is_not_compared_says_so(project, verdict):
+    judged = [
+        replace(
+            entry,
+            claim=entry.claim.model_copy(update={"paper_value": None}),
+            verdict=entry.verdict.model_copy(update={"verdict": verdict}),
+        )
+        if entry.claim.id == CLAIM
+        else entry
+        for entry in judged_on({"small@1": {CLAIM: {"reduction/0.20": 0.6}}})
+    ]
+    line = opened(report.render(judged)[report.MAIN])
+    assert "The paper prints no number" in line and "0.600" in line
+    assert ('class="here unmeasured"' in line) is ("not comparable" in line) is (verdict == "not measured")
+
+
 def test_each_model_says_what_its_number_comes_from(text):
     line = opened(text)
     assert "quick profile, 3 documents, commit 0123456789, 95 s" in of_model(line, "small")
