@@ -157,6 +157,7 @@ def test_tables_hold_every_case_and_shares_add_up(measured):
 
 def test_lifts_by_hand():
     rows = [("a", "snapkv", 0.6, 0.2), ("a", "h2o", 0.1, 0.2), ("b", "snapkv", 0.2, 0.1), ("b", "h2o", 0.2, 0.2)]
+    rows += [("a", "random", 0.9, 0.1)]  # the reference is no part of the mean
     table = pd.DataFrame(rows, columns=["document", "policy", "harm", "entries"])
     lifted = lost_entries.lifts(table.assign(budget=64, group="kind", part="name")).set_index(["policy", "document"])
     assert lifted.lift.to_dict() == pytest.approx(
@@ -165,6 +166,7 @@ def test_lifts_by_hand():
             ("h2o", "a"): 0.5,
             ("snapkv", "b"): 2.0,
             ("h2o", "b"): 1.0,
+            ("random", "a"): 9.0,
             ("all", "a"): 1.75,
             ("all", "b"): 1.5,
         }

@@ -43,10 +43,12 @@ COST = "cost/{policy}/b{budget:g}"
 REGAINED = "regained/{order}/{policy}/b{budget:g}"
 """Loss regained by as many entries as are costly, put back by effect or by attention, nats."""
 LIFT = "lift/{group}/{part}/{policy}/b{budget:g}"
-"""A part's share of the harm over its share of the evicted entries; `all` is the mean over the policies."""
+"""A part's share of the harm over its share of the evicted entries; `all` is the mean of all policies but `random`."""
 KEPT = "kept/{policy}/{keeper}/b{budget:g}"
 """Share of the harm in the costly entries of `policy` whose entries `keeper` keeps."""
 ALL = "all"
+REFERENCE = "random"
+"""No method: without the prompt's first tokens it loses what no method loses, and would rule every mean."""
 
 HALF_OF_IT, MOST_OF_IT = 0.5, 0.9
 RETRIEVAL = 0.25
@@ -273,10 +275,12 @@ def keepers(lost: Lost, kept: Mapping[str, Tensor]) -> Iterator[dict[str, str | 
 
 
 def lifts(parts: pd.DataFrame) -> pd.DataFrame:
-    """`parts` with a column lift, and with the mean over the policies as policy "all"."""
+    """`parts` with a column lift, and with the mean over the policies but the reference as policy "all"."""
     each = parts.assign(lift=parts["harm"] / parts["entries"])
     keys, numbers = [DOCUMENT, "budget", "group", "part"], ["harm", "entries", "lift"]
-    means = each.groupby(keys, sort=False).agg(dict.fromkeys(numbers, "mean")).reset_index()
+    means = (
+        each[each["policy"] != REFERENCE].groupby(keys, sort=False).agg(dict.fromkeys(numbers, "mean")).reset_index()
+    )
     means["policy"] = ALL
     return pd.concat([each, means], ignore_index=True)
 

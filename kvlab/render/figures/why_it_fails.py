@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
@@ -53,7 +53,8 @@ def concentration(curves: pandas.DataFrame, found: Findings, budget: float) -> F
     for name in _policies(curves):
         label, tint, marker = look(name)
         left.plot(means[name].index, means[name], color=tint, marker=marker, markevery=8, label=label, linewidth=1.6)
-    at_mark = 100 * means.xs(_nearest(curves.entries, MARK), level="entries")
+    methods = _methods(_policies(curves))
+    at_mark = 100 * means.xs(_nearest(curves.entries, MARK), level="entries")[methods]
     left.axvline(MARK, color=plots.EDGE, linewidth=1, linestyle=":")
     _shares(left, "evicted entries, the costliest first (% of all evicted)", "harm that they carry (%)")
     left.set_title(f"{100 * MARK:g} % of the entries carry {_from_to(at_mark)} % of the harm")
@@ -68,7 +69,7 @@ def concentration(curves: pandas.DataFrame, found: Findings, budget: float) -> F
     right.set_xscale("log")
     _percent(right.xaxis)
     _rows(right, names)
-    half, most = (_from_to(100 * frame.value) for frame in frames)
+    half, most = (_from_to(100 * frame.value[methods]) for frame in frames)
     right.set(xlabel="entries that carry it (% of all evicted)", title=f"Half lies in {half} %, 90 % in {most} %")
     right.legend(**UNDER, ncols=2, title=f"bars: 95 %, {_documents(curves)}", title_fontsize=9)
     return figure
@@ -80,8 +81,9 @@ def attention(curves: pandas.DataFrame, found: Findings, budget: float) -> Figur
     curves = at(curves, budget=budget)
     names = _policies(curves)
     orders = {"by_effect": "mean", "by_attention": "mean"}
-    means = curves.groupby([DOCUMENT, "entries"]).agg(orders).reset_index()
-    extent = f"{budget:g} entries a head; mean of {len(names)} policies;\nbands: 95 %, {_documents(curves)}"
+    methods = _methods(names)
+    means = curves[curves["policy"].isin(methods)].groupby([DOCUMENT, "entries"]).agg(orders).reset_index()
+    extent = f"{budget:g} entries a head; mean of {len(methods)} policies;\nbands: 95 %, {_documents(curves)}"
     for order in ("effect", "attention"):
         label, tint, _ = ORDERS[order]
         band = estimates(means.groupby("entries")[f"by_{order}"], ["entries"])
@@ -91,9 +93,8 @@ def attention(curves: pandas.DataFrame, found: Findings, budget: float) -> Figur
     grid = np.sort(curves.entries.unique())
     left.plot(grid, grid, color=plots.PAPER, linestyle="--", label="at random")
     _shares(left, "evicted entries, the first in each order (% of all evicted)", "harm that they carry (%)")
-    left.set_title(
-        f"Attention finds {_from_to(100 * _at(found, lost_entries.FOUND, budget).value)} % of the costly entries"
-    )
+    share = 100 * _at(found, lost_entries.FOUND, budget).set_index("policy").value[methods]
+    left.set_title(f"Attention finds {_from_to(share)} % of the costly entries")
     left.legend(loc="upper left", title=extent, title_fontsize=9, alignment="left")
     cost = _at(found, lost_entries.COST, budget).set_index("policy").value
     right.barh(range(len(names)), cost[names], color=theme.GRID, height=0.72, label="what the policy costs", zorder=1)
@@ -103,7 +104,7 @@ def attention(curves: pandas.DataFrame, found: Findings, budget: float) -> Figur
         rows = _at(found, lost_entries.REGAINED, budget, order=order).set_index("policy").loc[names]
         ys = [y + shift for y in range(len(names))]
         plots.points(right, rows, ys, rows=True, color=tint, fmt=marker, capsize=2, label=f"put back {label}", zorder=3)
-        regained.append(round(100 * rows.value.sum() / cost[names].sum()))
+        regained.append(round(100 * rows.value[methods].sum() / cost[methods].sum()))
     _rows(right, names)
     right.axvline(0, color=plots.EDGE, linewidth=1)
     right.set(
@@ -125,7 +126,7 @@ def heads(parts: pandas.DataFrame, budget: float) -> Figure:
     plots.heatmap(100 * shares, xlabel="layer", ylabel="", unit="share of the harm (%)", ax=left)
     left.set_yticks(np.arange(len(names)) + 0.5, [look(name)[0] for name in names])
     left.tick_params(axis="x", rotation=0)
-    first = shares.mean().sort_values(ascending=False)[:3]
+    first = shares.loc[_methods(names)].mean().sort_values(ascending=False)[:3]
     *some, last = sorted(first.index)
     left.set_title(f"Layers {', '.join(map(str, some))} and {last} hold {100 * first.sum():.0f} % of the harm")
     left.set_xlabel(f"layer ({budget:g} entries a head; means over {_documents(rows)})")
@@ -143,7 +144,7 @@ def heads(parts: pandas.DataFrame, budget: float) -> Figure:
     right.set_xlim(0, 100)
     right.set(
         xlabel=f"share of the harm (%; bars: 95 %, {_documents(rows)})",
-        title=f"Retrieval heads hold {frame.value.mean():.0f} % of the harm",
+        title=f"Retrieval heads hold {frame.value[_methods(names)].mean():.0f} % of the harm",
     )
     right.legend(**UNDER)
     return figure
@@ -213,7 +214,7 @@ def missed(keepers: pandas.DataFrame, found: Findings, budget: float, policy: st
     for (y, x), value in np.ndenumerate(matrix.to_numpy()):
         tint = "white" if value < 0.6 * top else plots.INK
         left.text(x + 0.5, y + 0.5, f"{value:.0f}", ha="center", va="center", fontsize=9, color=tint)
-    of_others = matrix.where(~np.eye(len(names), dtype=bool)).mean()
+    of_others = matrix.where(~np.eye(len(names), dtype=bool)).loc[_methods(names)].mean()
     left.set_title(f"{look(str(of_others.idxmax()))[0]} keeps {of_others.max():.0f} % of what costs the others")
     name = look(policy)[0]
     frame = 100 * _at(found, lost_entries.KEPT, budget, policy=policy).set_index("keeper")[["value", "low", "high"]]
@@ -242,6 +243,11 @@ def look(policy: str) -> tuple[str, str, str]:
 
 def _at(found: Findings, effect: str, budget: float, **keys: Any) -> pandas.DataFrame:
     return at(found.frame(effect), budget=budget, **keys)
+
+
+def _methods(names: Iterable[str]) -> list[str]:
+    """These policies without the reference, for means and titles; all if there is nothing else."""
+    return [name for name in names if name != lost_entries.REFERENCE] or list(names)
 
 
 def _policies(table: pandas.DataFrame) -> list[str]:
