@@ -39,7 +39,7 @@ NAMES = {
         "live.fidelity.Fidelities",
         *("live.fidelity.Loops", "live.cache.LiveCache", "live.cache.Host", "inputs.corpus.Question"),
         *("render.explorer.explorer.Explorer", "render.explorer.query_view.Spot", "render.explorer.query_view.Look"),
-        *("attribution.results.Attribution", "render.explorer.effects.Picture"),
+        *("attribution.results.Attribution", "render.explorer.effects.Picture", "replays.gaps.gaps_closed"),
         "workbench.store.retries.RetryingClient",
         *("core.layout.Layout", "core.storage.Storage", "core.softmax.Softmax", "core.rotation.Rotation"),
     ],

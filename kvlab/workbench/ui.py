@@ -78,6 +78,6 @@ def _command(uri: str) -> str:
     """A command that starts the UI, as short as this shell takes it."""
     installed = Path(sys.executable).with_name("mlflow")
     known = shutil.which("mlflow")
-    on_path = known is not None and Path(known).samefile(installed)
+    on_path = known is not None and installed.exists() and Path(known).samefile(installed)
     program = "mlflow" if on_path else min(os.path.relpath(installed), str(installed), key=len)
     return f"MLFLOW_DISABLE_TELEMETRY=true {shlex.join([program, *options(uri)])}"

@@ -91,7 +91,7 @@ def test_every_claim_is_one_line_until_it_is_opened(browser, page_of_report):
         assert len(shown(page)) == len(papers.claims())
         lines = page.locator("details.claim").filter(visible=True)
         heights = [line.bounding_box()["height"] for line in lines.all()]
-        assert len(heights) > 150 and max(heights) < 40
+        assert len(heights) > 100 and max(heights) < 40
         first = lines.first
         assert not first.locator(".inside").is_visible()
         first.locator("summary").click()

@@ -146,6 +146,11 @@ class Entry:
         return UNTESTED if self.claim.untested else self.shown.verdict
 
     @property
+    def tested(self) -> str:
+        """As `state`, by the claim's tests alone: what a run and a kept ledger are compared by."""
+        return UNTESTED if self.claim.untested else self.verdict.verdict
+
+    @property
     def full_only(self) -> bool:
         """Whether it has no number because only the full profile measures it."""
         verdict = self.verdict
@@ -154,7 +159,7 @@ class Entry:
     @property
     def by_chance(self) -> bool:
         """Whether its direction is decided by itself, and does not survive among all that were tested."""
-        return self.q is not None and self.q >= many_claims.LEVEL and self.state in many_claims.DECIDED
+        return self.q is not None and self.q >= many_claims.LEVEL and self.tested in many_claims.DECIDED
 
     @property
     def group(self) -> str:

@@ -58,7 +58,7 @@ class Difference:
 
     def __str__(self) -> str:
         old, new = self.kept, self.new
-        flipped = f"was {old.state}, is {new.state}; " if self.differs == "verdict" else ""
+        flipped = f"was {old.tested}, is {new.tested}; " if self.differs == "verdict" else ""
         note = f" ({self.note})" if self.note else ""
         return f"{new.claim.id} on {new.model}: {flipped}value {_told(new)}, kept {_told(old)}{note}"
 
@@ -140,7 +140,7 @@ def _of_profile(judged: Sequence[Entry], profile: str) -> Entry:
 
 
 def _differs(old: Entry, new: Entry) -> str:
-    if old.state != new.state:
+    if old.tested != new.tested:
         return "verdict"
     before, value = old.verdict, new.verdict.value
     if before.value is None or value is None:
