@@ -98,7 +98,7 @@ def _counts(default: Sequence[Entry], both: Sequence[tuple[Entry, Entry]]) -> st
 
 
 def _decided(entry: Entry) -> bool:
-    return entry.q is not None and entry.state in many_claims.DECIDED
+    return entry.q is not None and entry.tested in many_claims.DECIDED
 
 
 def _quoted(default: Sequence[Entry]) -> str:

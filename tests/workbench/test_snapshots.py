@@ -44,7 +44,7 @@ def test_q_is_computed_on_reading_among_the_tests_of_a_profile(project):
         assert len(tested) > 100 and max(entry.q for entry in tested) == pytest.approx(largest)
         assert all(entry.q >= many_claims.p_value(entry.claim, entry.verdict) - 1e-12 for entry in tested)
         assert {entry.claim.kind for entry in tested} == {"finding", "question"}
-    assert {entry.state for entry in found if entry.by_chance} <= set(many_claims.DECIDED)
+    assert {entry.tested for entry in found if entry.by_chance} <= set(many_claims.DECIDED)
     assert "q" not in pandas.read_csv(KEPT / "smollm2-135m.csv").columns
 
 
