@@ -13,7 +13,6 @@ from typing import get_args
 
 from kvlab import papers
 from kvlab.inputs.models import DEFAULT
-from kvlab.papers import many_claims
 from kvlab.papers.claim import StandIn
 from kvlab.papers.stand_ins import Prediction, Predictions, outcome_of
 from kvlab.workbench.report import model_agreement, model_trends, snapshots, stability, stand_ins
@@ -87,7 +86,7 @@ def _counts(default: Sequence[Entry], both: Sequence[tuple[Entry, Entry]]) -> st
             ["claims that are questions of ours", tally.questions.total()],
             [
                 "decided directions that do not survive at 5 % among all that were tested",
-                f"{sum(entry.by_chance for entry in default)} of {sum(_decided(entry) for entry in default)}",
+                f"{sum(entry.by_chance for entry in default)} of {sum(entry.decided for entry in default)}",
             ],
             [
                 "claims with another verdict in the full profile than in the quick one",
@@ -95,10 +94,6 @@ def _counts(default: Sequence[Entry], both: Sequence[tuple[Entry, Entry]]) -> st
             ],
         ],
     )
-
-
-def _decided(entry: Entry) -> bool:
-    return entry.q is not None and entry.tested in many_claims.DECIDED
 
 
 def _quoted(default: Sequence[Entry]) -> str:

@@ -120,15 +120,10 @@ class Fidelities(Sequence[Fidelity]):
         """
         import pandas as pd
 
-        means = [result.summary for result in self.results]
-        rows = [
-            {"policy": result.policy.name, "budget": result.policy.asked} | mean
-            for result, mean in zip(self.results, means, strict=True)
-        ]
-        table = pd.DataFrame(rows)
+        pairs = [(result.policy, result.summary) for result in self.results]
+        table = pd.DataFrame([{"policy": each.name, "budget": each.asked} | mean for each, mean in pairs])
         for loss in ("nll", "kl"):
-            policies = [result.policy for result in self.results]
-            closed = gaps_closed([(each, each.asked, mean[loss]) for each, mean in zip(policies, means, strict=True)])
+            closed = gaps_closed([(each, each.asked, mean[loss]) for each, mean in pairs])
             if not all(map(math.isnan, closed)):
                 table[f"{loss}_gap_closed"] = closed
         return table

@@ -13,6 +13,11 @@ from kvlab.methods._base.policy import Budget, Policy, top_and_last
 from kvlab.methods._base.prompt import Prompt
 
 
+def accumulated_scores(policy: Policy, prompt: Prompt) -> Tensor:
+    """The attention of all prompt queries on each entry, summed over the group, `[rows, kv_heads, length]`."""
+    return prompt.share(("h2o",), lambda: attention.sum_over_group(prompt.accumulated(policy), prompt.kv_heads))
+
+
 class H2O(Policy):
     """Keeps the most recent tokens and those that have gathered most attention; each new token evicts one.
 
@@ -50,7 +55,7 @@ class H2O(Policy):
         return budget - part(self.heavy, budget)
 
     def scores(self, prompt: Prompt) -> Tensor:
-        return prompt.share(("h2o",), lambda: attention.sum_over_group(prompt.accumulated(self), prompt.kv_heads))
+        return accumulated_scores(self, prompt)
 
     def importance(self, prompt: Prompt, budget: int) -> Tensor:
         return ranking.with_last(self.scores(prompt), self._recent(budget))

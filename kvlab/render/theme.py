@@ -76,6 +76,16 @@ POLICIES = {
     "think": Look("#17a2b8", "h"),
 }
 """Policies that the papers draw beside each other; the others have their family's colour."""
+VARIANTS = {
+    "snapkv_choosing": Look(POLICIES["snapkv_pp"].colour, "o"),
+    "snapkv_shared": Look(POLICIES["pyramidkv"].colour, "o"),
+    "h2o_prefill": Look(COLOURS[3], "o"),
+    "zsmerge_unmerged": POLICIES["zsmerge"],
+    "rocketkv_published": Look(OTHER, "o"),
+    "filled": Look(POLICIES["compilerkv"].colour, "o"),
+}
+"""What notebooks call a policy with other parameters."""
+KNOWN = POLICIES | VARIANTS
 MARKERS = "os^Dv<>pPXh"
 
 
@@ -87,15 +97,16 @@ def _registry() -> dict[str, Any]:
 
 def family_colour(policy: str) -> str:
     """The colour of the family of a policy, whose name is the first word of `policy`."""
-    name = _name(policy)
-    return FAMILIES.get(_registry()[name].family, OTHER) if name in _registry() else OTHER
+    from kvlab.analyses.together.equal_bytes import family  # it loads torch, as `_registry` does
+
+    return FAMILIES.get(family(_name(policy)), OTHER)
 
 
 def look(policy: str) -> Look:
     """How a policy is drawn, by its name; what follows the name, such as a storage, changes nothing."""
     name = _name(policy)
-    if name in POLICIES:
-        return POLICIES[name]
+    if name in KNOWN:
+        return KNOWN[name]
     others = [known for known in _registry() if known not in POLICIES]
     marker = MARKERS[others.index(name) % len(MARKERS)] if name in others else "o"
     return Look(family_colour(name), marker)
@@ -103,7 +114,7 @@ def look(policy: str) -> Look:
 
 def is_policy(name: object) -> bool:
     """Whether this is the name of a policy of kvlab."""
-    return isinstance(name, str) and (name in POLICIES or name in _registry())
+    return isinstance(name, str) and (name in KNOWN or name in _registry())
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:

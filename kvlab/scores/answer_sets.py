@@ -121,15 +121,19 @@ def score_set(answers: Answers, advance: Advance | None = None) -> dict[str, lis
     """Task -> the score of each answer, in [0, 1]. Raises KvlabError as `kvlab.scores.score`, with task and number."""
     found: dict[str, list[float]] = {}
     for task, predictions in answers.items():
-        found[task] = []
-        for number, each in enumerate(predictions, 1):
-            try:
-                found[task].append(scores.score(task, each["pred"], each["answers"], each.get("all_classes")))
-            except KvlabError as error:
-                raise KvlabError(f"{task}, prediction {number}: {error}") from error
-            if advance:
-                advance(task)
+        try:
+            found[task] = scores.score_each(task, _counted(task, predictions, advance))
+        except KvlabError as error:
+            raise KvlabError(f"{task}, {error}") from error
     return found
+
+
+def _counted(task: str, predictions: Sequence[dict], advance: Advance | None) -> Iterator[dict]:
+    """The predictions; `advance` is called when the next one is asked for, since the last has been scored then."""
+    for each in predictions:
+        yield each
+        if advance:
+            advance(task)
 
 
 def summary(points: Mapping[str, Points]) -> list[Scored]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -38,13 +37,11 @@ def reads(why) -> list[torch.Tensor]:
 
 def brute_force(why) -> torch.Tensor:
     """Minus the integral of dL/dg over the line, each gradient torch's own."""
-    nodes, weights = np.polynomial.legendre.leggauss(int(why.summary["points"]))
-    total = torch.zeros(why.effects.shape, dtype=torch.float64)
-    for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
-        gate = torch.full(why.effects.shape, node, dtype=torch.float64, requires_grad=True)
-        loss = gates.loss(why.lm, why.prompt, why.response, reads(why), gate)
-        total -= weight * torch.autograd.grad(loss, gate)[0]
-    return total
+    return gates.integral(
+        lambda gate: gates.loss(why.lm, why.prompt, why.response, reads(why), gate),
+        why.effects.shape,
+        int(why.summary["points"]),
+    )
 
 
 @pytest.mark.parametrize("name", PLAIN)

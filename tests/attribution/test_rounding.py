@@ -4,7 +4,6 @@ loss.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -60,12 +59,11 @@ def test_effects_are_those_of_gates_that_torch_differentiates(tiny, name, storag
     why = attribute(lm, small(name), prompt(48), 7, points=4, storage=STORAGES[storage])
     off, reads = off_and_reads(why)
     found = torch.stack([why.effects, why.rounding_keys, why.rounding_values]).double()
-    nodes, weights = np.polynomial.legendre.leggauss(int(why.summary["points"]))
-    expected = torch.zeros_like(found)
-    for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
-        gate = torch.full_like(found, node, requires_grad=True)
-        loss = rounded_gates.loss(lm, why.prompt, why.response, reads, off, gate)
-        expected -= weight * torch.autograd.grad(loss, gate)[0]
+    expected = gates.integral(
+        lambda gate: rounded_gates.loss(lm, why.prompt, why.response, reads, off, gate),
+        found.shape,
+        int(why.summary["points"]),
+    )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert found[1:].abs().amax((1, 2, 3)).min() > 1e-4 or why.rounding.empty
 

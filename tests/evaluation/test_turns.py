@@ -58,13 +58,10 @@ def test_one_prefill_for_all_gives_what_one_for_each_gives(words, example, at):
     assert len(shared[0]) == 3 and len({made[2]["prediction"] for made in shared}) > 3
 
 
-@pytest.mark.parametrize("policy", SOME, ids=lambda policy: policy.name)
-def test_a_chat_goes_on_as_by_hand(words, policy):
-    """The whole past is fed again for the full cache; a session's own generation for the others."""
-    (made,) = conversing.answered(words, CHAT, [policy], "prompt")
-    past, said = words.encode(CHAT.prompt), []
-    with kvlab.compress(words, policy, turns="leave", max_new_tokens=23) as session:
-        cache = None
+def chat_by_hand(words, policy, turns):
+    """What a session's own generation says in each turn, and the bytes that it holds in the end."""
+    past, said, cache = words.encode(CHAT.prompt), [], None
+    with kvlab.compress(words, policy, turns=turns, max_new_tokens=23) as session:
         for turn in [None, *ASKED[1:]]:
             if turn is not None:
                 past = torch.cat([past, words.encode(turn.question)], 1)
@@ -74,8 +71,16 @@ def test_a_chat_goes_on_as_by_hand(words, policy):
             )  # fmt: skip
             said.append(words.decode(out.sequences[0, past.shape[1] :]).split())
             past, cache = out.sequences, out.past_key_values
+    return said, session.kv_bytes
+
+
+@pytest.mark.parametrize("policy", SOME, ids=lambda policy: policy.name)
+def test_a_chat_goes_on_as_by_hand(words, policy):
+    """The whole past is fed again for the full cache; a session's own generation for the others."""
+    (made,) = conversing.answered(words, CHAT, [policy], "prompt")
+    said, kv_bytes = chat_by_hand(words, policy, "leave")
     assert [one["prediction"].split() for one in made] == said
-    assert made[2]["kv_bytes"] == session.kv_bytes
+    assert made[2]["kv_bytes"] == kv_bytes
     assert [one["prompt_tokens"] for one in made] == [64, 64 + 5 + 4, 64 + 2 * (5 + 4)]
 
 
@@ -83,18 +88,8 @@ def test_a_policy_that_chooses_anew_in_each_turn_does_so_in_a_chat(words):
     """RocketKV-MT masks again once a later question has been read, as a session that recompresses by hand does."""
     policy = kvlab.policy("rocketkv", turns="multi", **SMALL["rocketkv"])
     (made,) = conversing.answered(words, CHAT, [policy], "prompt")
-    past, said, cache = words.encode(CHAT.prompt), [], None
-    with kvlab.compress(words, policy, turns="recompress", max_new_tokens=23) as session:
-        for turn in [None, *ASKED[1:]]:
-            if turn is not None:
-                past = torch.cat([past, words.encode(turn.question)], 1)
-            out = words.model.generate(
-                past, past_key_values=cache, max_new_tokens=5, do_sample=False, pad_token_id=0,
-                return_dict_in_generate=True,
-            )  # fmt: skip
-            said.append(words.decode(out.sequences[0, past.shape[1] :]).split())
-            past, cache = out.sequences, out.past_key_values
-    assert [one["prediction"].split() for one in made] == said and made[2]["kv_bytes"] == session.kv_bytes
+    said, kv_bytes = chat_by_hand(words, policy, "recompress")
+    assert [one["prediction"].split() for one in made] == said and made[2]["kv_bytes"] == kv_bytes
     (single,) = conversing.answered(words, CHAT, [kvlab.policy("rocketkv", **SMALL["rocketkv"])], "prompt")
     assert made[2]["kv_bytes"] > single[2]["kv_bytes"]
     assert [one["prediction"] for one in made] != [one["prediction"] for one in single]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvlab.analyses.dapq.position import ids_of
 from kvlab.analyses.findings import Findings
-from kvlab.core import attention, ranking
+from kvlab.core import ranking
 from kvlab.lib import progress_bars
 from kvlab.methods import Policy, policy
 from kvlab.methods._base.needs import NOTHING
@@ -22,6 +22,7 @@ from kvlab.methods._base.policy import Kernel, top_and_last
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods._base.scorer import Scorer
 from kvlab.methods.dapq import DapQ
+from kvlab.methods.h2o import accumulated_scores
 from kvlab.methods.snapkv import SnapKV
 from kvlab.replays.reference import reference
 from kvlab.traces.passes import prefilled, pseudo_queries_by_key, repeat_scores
@@ -94,7 +95,7 @@ class PrefillH2O(Scorer):
         return True
 
     def scores(self, prompt: Prompt) -> Tensor:
-        return prompt.share(("h2o",), lambda: attention.sum_over_group(prompt.accumulated(self), prompt.kv_heads))
+        return accumulated_scores(self, prompt)
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         return top_and_last(self.scores(prompt), budget - self.window, self.window)

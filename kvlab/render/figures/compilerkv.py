@@ -122,7 +122,7 @@ def _curves(ax: Axes, curves: pandas.DataFrame, ylabel: str, title: str) -> None
         y="value",
         hue="method",
         names=quality.LABELS,
-        colours=theme.colours(SHOWN) | {"filled": OURS},
+        colours=theme.colours(SHOWN),
         xlabel=BUDGET,
         ylabel=ylabel,
         title=title,

@@ -34,7 +34,7 @@ POLICIES = {
     "lacache": "LaCache",
     "h2o_prefill": "H2O at the prefill",
 }
-COLOURS = theme.colours(name for name in POLICIES if name != "h2o_prefill") | {"h2o_prefill": theme.COLOURS[3]}
+COLOURS = theme.colours(POLICIES)
 ENTRIES = "entries for each layer and KV head"
 CONTENTS = {"true": "the response", "last": "the prompt's end", "random": "random", "sentence": "the sentence"}
 SNAPKV_WINDOW = 32  # tokens, by its authors' settings

@@ -30,8 +30,7 @@ NAMES = {
     "streamingllm": "StreamingLLM",
     "morphkv": "MorphKV",
 }
-SNAPKVS = {"snapkv_choosing": theme.look("snapkv_pp").colour, "snapkv_shared": theme.look("pyramidkv").colour}
-COLOURS = theme.colours(name for name in NAMES if name not in SNAPKVS) | SNAPKVS
+COLOURS = theme.colours(NAMES)
 MEASURES = {
     "mass_lost": "attention mass lost",
     "step_recall": "recall of each step's own top-k",

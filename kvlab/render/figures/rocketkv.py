@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 COLOURS = theme.colours(("exact_topk", "duoattention", "snapkv", "quest", "sparq", "hybrid", "rocketkv"))
 # The methods that RocketKV is compared with; Exact-TopK, an oracle, gives way to the published split.
-OTHERS = {name: colour for name, colour in COLOURS.items() if name not in ("exact_topk", "rocketkv")}
-OTHERS["rocketkv_published"] = theme.OTHER
+OTHERS = theme.colours(("duoattention", "snapkv", "quest", "sparq", "hybrid", "rocketkv_published"))
 COMPRESSION = "compression S / t (budgets grow to the right)"
 ERROR = "relative error of the output"
 

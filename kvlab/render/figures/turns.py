@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
@@ -95,6 +97,8 @@ def _panel(ax: Axes, full: pandas.DataFrame, part: pandas.DataFrame, names: Sequ
     ax.fill_between(full["turn"], full["low"], full["high"], color=FAINT, alpha=0.15, linewidth=0)
     ax.plot(full["turn"], full["value"], color=FAINT, linestyle=":", label="full cache")
     tints = theme.colours(names)
+    of_tint = defaultdict(lambda: cycle(DASHES))
+    dashes = {name: next(of_tint[tints[name]]) for name in names}
     for number, name in enumerate(names):
         of_policy = at(part, name=name).sort_values("turn")
         if of_policy.empty:
@@ -105,7 +109,7 @@ def _panel(ax: Axes, full: pandas.DataFrame, part: pandas.DataFrame, names: Sequ
             yerr=plots.spread(of_policy) if len(names) <= WITH_WHISKERS else None,
             marker=theme.look(name).marker,
             color=tints[name],
-            linestyle=DASHES[[other for other in names if tints[other] == tints[name]].index(name) % len(DASHES)],
+            linestyle=dashes[name],
             label=name,
             elinewidth=1.2,
             capsize=2.5,

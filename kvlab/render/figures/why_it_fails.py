@@ -237,7 +237,7 @@ def missed(keepers: pandas.DataFrame, found: Findings, budget: float, policy: st
 
 def look(policy: str) -> tuple[str, str, str]:
     """Name, colour and marker of a policy."""
-    drawn = theme.look(policy.removesuffix("_unmerged"))
+    drawn = theme.look(policy)
     return NAMES.get(policy, policy), drawn.colour, drawn.marker
 
 

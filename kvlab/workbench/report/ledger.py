@@ -159,7 +159,12 @@ class Entry:
     @property
     def by_chance(self) -> bool:
         """Whether its direction is decided by itself, and does not survive among all that were tested."""
-        return self.q is not None and self.q >= many_claims.LEVEL and self.tested in many_claims.DECIDED
+        return self.decided and self.q is not None and self.q >= many_claims.LEVEL
+
+    @property
+    def decided(self) -> bool:
+        """Whether its direction has a q, and its tests decide it."""
+        return self.q is not None and self.tested in many_claims.DECIDED
 
     @property
     def group(self) -> str:

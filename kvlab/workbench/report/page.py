@@ -293,7 +293,7 @@ def _texts(judged: Sequence[Entry]) -> dict[str, int]:
 def _many(judged: Sequence[Entry]) -> dict[str, int]:
     """How many directions have a q, how many of these are decided, and how many of the decided do not survive."""
     tested = [each for each in judged if each.q is not None]
-    decided = [each for each in tested if each.tested in DECIDED]
+    decided = [each for each in tested if each.decided]
     return {"tested": len(tested), "decided": len(decided), "by_chance": sum(each.by_chance for each in decided)}
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +31,16 @@ def sharpened(
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(head.weight.detach() * logits)
     return kvlab.LM(model, lm.tokenizer, f"{lm.name}-sharpened", "2" * 64)
+
+
+def integral(loss_at: Callable[[Tensor], Tensor], shape: torch.Size, points: int) -> Tensor:
+    """Minus the integral of dL/dg from all gates closed to all open, by Gauss and Legendre; gradients are torch's."""
+    nodes, weights = np.polynomial.legendre.leggauss(points)
+    total = torch.zeros(shape, dtype=torch.float64)
+    for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
+        gate = torch.full(shape, node, dtype=torch.float64, requires_grad=True)
+        total -= weight * torch.autograd.grad(loss_at(gate), gate)[0]
+    return total
 
 
 def softmax_over(logits: Tensor, seen: Tensor, sinks: Tensor | None) -> Tensor:
