@@ -6,7 +6,7 @@ sides are measured alike; nothing else of kvlab is used here.
 
 A press is told as `{"press": class, "around": class or null, "ratio": share that goes, "parameters": {...}}`, where the
 parameters are those of the inner press if there is one. Retained sets are found by what lies in the cache afterwards,
-since kvpress names no positions: an entry is known by the bits of its key.
+since kvpress names no positions, by docs/record_sets.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import sys
 from contextlib import nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 import kvpress  # pyright: ignore[reportMissingImports]
@@ -26,6 +27,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kvlab.bench import clock, memory
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
+from record_sets import visible  # pyright: ignore[reportMissingImports]  # the file that docs hand out
 
 CPU = torch.device("cpu")
 EAGER, OWN_PASSES = "ObservedAttentionPress", "KVzipPress"
@@ -40,28 +44,17 @@ def made(told: dict[str, Any]) -> Any:
     return kind(**{share: told["ratio"]}, **parameters)
 
 
-def found(before: Tensor, after: Tensor) -> Tensor:
-    """Which of the keys `[heads, n, head_dim]` are still there, bool `[heads, n]`; of pruned channels, which went,
-    bool `[heads, head_dim]`.
-    """
-    if after.shape == before.shape and not torch.equal(after, before):
-        return (after == 0).all(1)
-    own, left = (keys[..., :2].contiguous().view(torch.int64).squeeze(-1) for keys in (before, after))
-    kept = torch.stack([torch.isin(codes, stayed) for codes, stayed in zip(own, left, strict=True)])
-    if not bool((kept.sum(-1) == left.shape[-1]).all()):
-        raise ValueError("two entries have the same key, so that it cannot be told which one stayed")
-    return kept
+def pruned(before: Tensor, after: Tensor) -> Tensor | None:
+    """Which channels of the keys `[heads, n, head_dim]` went, bool `[heads, head_dim]`; None where none was changed."""
+    changed = after.shape == before.shape and not torch.equal(after, before)
+    return (after == 0).all(1) if changed else None
 
 
-def unmasked(module: Any, shape: torch.Size) -> Tensor | None:
-    """What a press that masks has left visible, bool `[heads, n]`; None of one that does not mask."""
+def masked_by(module: Any) -> Any:
+    """What a press that masks has masked, which is forgotten; None of one that does not mask."""
     masked = getattr(module, "masked_key_indices", None)
     module.masked_key_indices = None
-    if masked is None:
-        return None
-    visible = torch.ones(shape[:2], dtype=torch.bool)
-    visible[masked[1], masked[2]] = False
-    return visible
+    return masked
 
 
 class Peer:
@@ -111,9 +104,10 @@ class Peer:
                 keys, _values = press.compress(
                     module, given["hidden_states"], layer.keys.clone(), layer.values.clone(), output[1], given
                 )
-                visible = unmasked(module, layer.keys[0].shape)
-                masking[number] |= visible is not None
-                kept[number].append(found(layer.keys[0], keys[0]) if visible is None else visible)
+                masked = masked_by(module)
+                masking[number] |= masked is not None
+                channels = pruned(layer.keys[0], keys[0])
+                kept[number].append(visible(layer.keys[0], keys[0], masked) if channels is None else channels)
 
         hooks = []
         for module in self.layers:
@@ -137,8 +131,9 @@ class Peer:
             for one in told:
                 press.compression_ratio = one["ratio"]
                 cut(model)
-                rows = [unmasked(module, cache.layers[module.layer_idx].keys[0].shape) for module in self.layers]
-                kept.append(torch.stack([row for row in rows if row is not None]))
+                layers = [cache.layers[module.layer_idx].keys[0] for module in self.layers]
+                rows = zip(layers, layers, map(masked_by, self.layers), strict=True)
+                kept.append(torch.stack([visible(*row) for row in rows]))
 
         press.compress_post = every
         cache = DynamicCache()

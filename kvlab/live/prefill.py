@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +25,7 @@ from kvlab.lib.devices import outside_autocast
 from kvlab.live import passes
 from kvlab.live.attention_step import ACCUMULATED
 from kvlab.live.cache import LiveCache
+from kvlab.live.row_groups import Group
 from kvlab.live.shared_findings import once, scores_of, tokens_of
 from kvlab.methods import Policy, Prompt
 from kvlab.methods._base import contract
@@ -143,11 +146,18 @@ class Prefill:
             rotations=self._rotations(cache, index, number),
             pre_queries=before,
             repeated=repeated[index] if repeated else None,
+            origin=partial(self._origin, cache, group),
             shared=once(cache.memory, ("shared", number, index, self._max_new_tokens, pseudo_tokens), dict),
             positions=store.positions,
             seen=store.seen,
             lossy=group.lossy,
         ).seen_by(self._policy)
+
+    def _origin(self, cache: LiveCache, group: Group) -> tuple[Tensor | None, str]:
+        """The token ids of a group's sequences without their padding, and the model's name."""
+        model = Path(self._model.config.name_or_path or "").name
+        ids = group.of(torch.cat(cache.ids, 1)) if cache.ids else torch.empty(1, 0)
+        return ids[:, -group.store.seen :] if ids.shape[1] >= group.store.seen else None, model
 
     def _rotations(self, cache: LiveCache, index: int, number: int) -> list[Rotation | None] | None:
         """How one layer turns each sequence of a group, from where its tokens were placed; None unless asked for."""

@@ -56,12 +56,17 @@ def _own() -> list[type[Policy]]:
 
 
 def policies() -> list[str]:
-    """Names that `policy` takes, without those that see the response (`oracle_attention`).
+    """Names that `policy` takes with a budget alone, without those that see the response (`oracle_attention`) or need a
+    file (`recorded`).
 
     >>> "snapkv" in policies()
     True
     """
-    return [name for name, cls in registry().items() if not cls.sees_response]
+    return [name for name, cls in registry().items() if not cls.sees_response and not _required(cls) - {"budget"}]
+
+
+def _required(cls: type[Policy]) -> set[str]:
+    return {name for name, field in cls.model_fields.items() if field.is_required()}
 
 
 def policy(name: str | Policy, **parameters) -> Policy:

@@ -230,6 +230,7 @@ class Trace:
             pre_queries=None if pre is None else pre[:, :, :before],
             repeated=self.repeated,
             response=self.response_queries if self.steps else None,
+            origin=partial(_origin, self.ids, self.prompt_length, self.meta.get("model", "")),
         )
 
     def named(self, name: str, head: int | None = None, step: int | None = None) -> Tensor:
@@ -403,6 +404,10 @@ def _perplexity(nll: Tensor | None, prompt_length: int, n_layers: int, n: int) -
             f"capture with window={n}"
         )
     return nll[len(nll) - n :].mean().exp().expand(n_layers)
+
+
+def _origin(ids: Tensor | None, prompt_length: int, model: str) -> tuple[Tensor | None, str]:
+    return None if ids is None else ids[None, :prompt_length], model.partition("@")[0]
 
 
 def _pseudo_for(pseudo: Mapping[str, Tensor], policy: Asks) -> Tensor | None:

@@ -61,7 +61,7 @@ def test_oracles_by_name_stand_in_lists_beside_methods_and_are_none():
     assert "oracle_attention" not in kvlab.policies()
     listed = {entry["name"]: entry for entry in listing.entries("policies")}
     assert "sees the response" in listed["oracle_attention"]["summary"]
-    assert set(listed) - set(kvlab.policies()) == {"oracle_attention"}
+    assert set(listed) - set(kvlab.policies()) == {"oracle_attention", "recorded"}
 
 
 def test_a_scorer_wrapper_spends_an_oracle_s_budget_across_heads(tiny):

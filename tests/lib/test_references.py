@@ -93,7 +93,9 @@ def test_reproduced_papers_share_the_data_of_their_policies(tmp_path):
 def test_a_list_prints_year_and_id_within_eighty_columns(capsys, monkeypatch):
     _, out, _ = call(capsys, "list", "policies", "--json")
     found = {entry["name"]: entry["paper"] for entry in json.loads(out)}
-    assert [name for name, paper in found.items() if paper is None] == sorted([*WITHOUT, "oracle_attention"])
+    assert [name for name, paper in found.items() if paper is None] == sorted(
+        [*WITHOUT, "oracle_attention", "recorded"]
+    )
     snapkv = PAPERS["snapkv"]
     assert found["snapkv"]["url"] == snapkv.url and found["snapkv"]["code"] == snapkv.code
     assert (found["snapkv"]["title"], found["snapkv"]["year"]) == (snapkv.title, 2024)

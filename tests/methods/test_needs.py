@@ -32,7 +32,9 @@ class Greedy(kvlab.Policy):
     pseudo_key = "greedy"  # pyright: ignore
     minimum = 3  # pyright: ignore
     from_files = "a file"  # pyright: ignore
-    needs = Needs(projection=True, rotation=True, pre_queries=True, repetitions=(REPETITION,))  # pyright: ignore
+    needs = Needs(  # pyright: ignore
+        projection=True, rotation=True, pre_queries=True, repetitions=(REPETITION,), origin=True
+    )
 
     def pseudo_tokens(self, prompt, vocabulary, encode):
         return prompt[:5]
@@ -43,6 +45,7 @@ class Greedy(kvlab.Policy):
         asking = torch.cat([prompt.pseudo(self), prompt.pre_queries(self)], 2).square().mean((1, 2, 3))
         weights = torch.stack([weight.float().norm() for weight in prompt.projection(self)])
         assert len(prompt.rotation(self)) == prompt.rows
+        assert prompt.origin(self)[0].shape[1] == prompt.length
         return scores + (asking + weights)[:, None, None]
 
     def choose(self, prompt, budget):

@@ -39,6 +39,7 @@ class Needs:
         pre_queries: the queries of the whole prompt before RoPE (`Prompt.pre_queries`).
         repetitions: scores of passes in which the model repeats its prompt (`Prompt.repeated`).
         response: the queries of the response (`Prompt.response`), which only a replay knows.
+        origin: the prompt's token ids and the model's name (`Prompt.origin`).
         surveys: whether it must see all layers before it compresses any.
         chooses: whether it chooses what stays of a prompt longer than its budget.
         rewrites: whether the entries that it leaves are others than the model made.
@@ -56,6 +57,7 @@ class Needs:
     pre_queries: bool = False
     repetitions: tuple[Repetition, ...] = ()
     response: bool = False
+    origin: bool = False
     surveys: bool = False
     chooses: bool = False
     rewrites: bool = False

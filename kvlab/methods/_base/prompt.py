@@ -46,6 +46,7 @@ class Prompt:
         pre_queries: `[rows, heads, n, head_dim]`, of the last n prompt positions, before RoPE.
         repeated: `[rows, kv_heads, length]`, scores of passes that repeat the prompt, by the key of each repetition.
         response: `[rows, heads, steps, head_dim]`, post-RoPE queries of the response; None where there is none yet.
+        origin: gives the token ids `[rows or 1, length]`, None where they are unknown, and the model's name.
         shared: what `share` keeps, where the same prompt is shown to others too.
         positions: original ones of the slots, `[rows, kv_heads, length]`; 0 .. length - 1 unless given.
         seen: tokens of the sequence so far, the same in all layers; more than `length` if `lossy`.
@@ -77,6 +78,7 @@ class Prompt:
         pre_queries: Tensor | None = None,
         repeated: Mapping[str, Tensor] | None = None,
         response: Tensor | None = None,
+        origin: Callable[[], tuple[Tensor | None, str]] | None = None,
         shared: dict[tuple, Tensor] | None = None,
         positions: Tensor | None = None,
         seen: int | None = None,
@@ -87,7 +89,7 @@ class Prompt:
         self.layers, self.n_layers = layers, n_layers
         self._pseudo, self._accumulated, self._perplexity = pseudo, accumulated, perplexity
         self._projections, self._rotations, self._pre_queries = projections, rotations, pre_queries
-        self._repeated, self._response = repeated or {}, response
+        self._repeated, self._response, self._origin = repeated or {}, response, origin
         self.max_new_tokens, self.scaling = max_new_tokens, Softmax.of(scaling).scaling
         self.plan: Tensor | None = None
         every = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
@@ -270,6 +272,17 @@ class Prompt:
                 "new_tokens=32"
             )
         return self._response
+
+    def origin(self, policy: Asks) -> tuple[Tensor, str]:
+        """The token ids of the sequences, `[rows or 1, length]`, and the model's name, empty where it has none."""
+        self._needed("origin", "the prompt's token ids")
+        ids, model = (None, "") if self._origin is None else self._origin()
+        if ids is None:
+            raise KvlabError(
+                f"{policy.name} must know the prompt's token ids, which are not known here: feed the model ids, "
+                "capture the trace with kvlab.capture, or give ids= to Trace.from_tensors"
+            )
+        return ids, model
 
     def check_inputs(self, policy: Asks) -> None:
         """Raise KvlabError where something is missing that `policy` needs of the model or of the response."""
