@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { rm -rf .venv; \
 	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu it needs the package python3-venv" >&2; exit 1; }
 	@echo "installing the pinned packages into .venv (2 to 4 minutes the first time) ..."
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[lab,test,docs,lm-eval]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[lab,test,docs,lm-eval,math]'
 	@touch $@
 
 pull: $(STAMP)  ## the default model and the texts, into the user's cache

@@ -24,14 +24,15 @@ app = typer.Typer()
     "eval",
     epilog="Examples:   kvlab eval needle --policies snapkv,streamingllm --budgets 64,256   |   "
     "kvlab eval ruler --limit 13 -p 'lengths=[1000]'   |   "
-    "kvlab eval longbench -p folder=data --policies all --budgets 0.2 --compress-at context --keep docs/ledger",
+    "kvlab eval math --data MATH500.jsonl --policies h2o,morphkv --budgets 256   |   "
+    "kvlab eval longbench --data FOLDER --policies all --budgets 0.2 --compress-at context",
 )
 def eval_(
     names: Annotated[
         str,
         typer.Argument(
             metavar="TASK",
-            help="Tasks with commas between them: needle, ruler, longbench, longgen, icl, arithmetic, turns.",
+            help="Tasks, with commas: needle, ruler, longbench, longgen, icl, arithmetic, turns, math, aime.",
         ),
     ],
     policies: Annotated[
@@ -52,6 +53,15 @@ def eval_(
     parameters: Annotated[
         list[str] | None,
         typer.Option("--parameter", "-p", metavar="KEY=VALUE", help="Set a parameter of the task; may be repeated."),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            metavar="PATH",
+            help="The task's file (math, aime, longgen) or folder (longbench).",
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -91,7 +101,7 @@ def eval_(
     # Mistakes are refused before torch is imported, which takes seconds.
     chosen, sizes = options.policies(policies), options.numbers(budgets, "--budgets", options.entries)
     given = options.task_parameters(parameters or [])
-    chosen_tasks = [tasks.task(name, **given) for name in dict.fromkeys(options.names(names))]
+    chosen_tasks = [tasks.task(name, **given, **_data(name, data)) for name in dict.fromkeys(options.names(names))]
     if not chosen_tasks:
         raise typer.BadParameter("name at least one task")
     for task in chosen_tasks:
@@ -151,6 +161,19 @@ def eval_(
             **given,
         }
         typer.echo(f"MLflow run {evaluations.log(answers, about)}", err=True)
+
+
+def _data(name: str, data: Path | None) -> dict[str, str]:
+    """The parameter of a task that takes the path `data`."""
+    from kvlab import tasks
+
+    if data is None:
+        return {}
+    fields = type(tasks.task(name)).model_fields
+    taken = [field for field in ("file", "folder") if field in fields]
+    if not taken:
+        raise KvlabError(f"{name} makes its own examples and reads no --data")
+    return {taken[0]: str(data)}
 
 
 @app.command(

@@ -4,7 +4,7 @@ from kvlab.evaluation.answering import answers, feed
 from kvlab.evaluation.conversing import answered
 from kvlab.evaluation.planning import Plan, plan
 from kvlab.evaluation.records import Answer, read
-from kvlab.evaluation.results import by_turn, decline, metrics, summary, table
+from kvlab.evaluation.results import by_turn, decline, lengths, metrics, summary, table
 from kvlab.evaluation.running import run
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "by_turn",
     "decline",
     "feed",
+    "lengths",
     "metrics",
     "plan",
     "read",

@@ -78,7 +78,7 @@ def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
         system = answer.policy, answer.budget, answer.storage
         kind = answer.task, value, *system, answer.compress_at, answer.signature
         groups.setdefault(kind, []).append(answer)
-    plain = [answer for answer in answers if answer.policy == FULL and answer.storage == AS_IS.name]
+    plain = [answer for answer in answers if _whole(answer)]
     whole = {(a.task, a.compress_at, a.example): a.scores[a.metric] for a in plain}
     rows = []
     mixed = any(answer.uncompressed_bytes for answer in answers)
@@ -115,6 +115,41 @@ def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def lengths(answers: Sequence[Answer]) -> pd.DataFrame:
+    """One row for each task, policy, budget and storage: tokens of an answer, how many more than the full cache's on
+    the same examples (`longer`), the share without a box, and how far answers repeat themselves.
+
+    answers: of tasks that score `repetition` and `answered`.
+    """
+    import pandas as pd
+
+    whole = {(a.task, a.compress_at, a.example): a.generated_tokens for a in answers if _whole(a)}
+    groups: dict[tuple, list[Answer]] = {}
+    for answer in answers:
+        groups.setdefault((answer.task, answer.policy, answer.budget, answer.storage), []).append(answer)
+    rows = []
+    for (task, policy, budget, storage), members in groups.items():
+        keys = [((a.task, a.compress_at, a.example), a.generated_tokens) for a in members]
+        longer = [tokens - whole[key] for key, tokens in keys if key in whole and not _whole(members[0])]
+        rows.append(
+            {
+                "task": task,
+                "policy": policy,
+                "budget": budget,
+                "storage": storage,
+                "tokens": fmean(a.generated_tokens for a in members),
+                "longer": fmean(longer) if longer else float("nan"),
+                "unboxed": 1 - fmean(a.scores["answered"] for a in members),
+                "repetition": fmean(a.scores["repetition"] for a in members),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _whole(answer: Answer) -> bool:
+    return answer.policy == FULL and answer.storage == AS_IS.name
 
 
 def by_turn(answers: Sequence[Answer]) -> dict[str, list[Answer]]:

@@ -27,6 +27,7 @@ EXTRAS = {
         "sqlalchemy": "SQLAlchemy",
     },
     "cluster": {"distributed": "Dask", "dask_jobqueue": "dask-jobqueue"},
+    "math": {"math_verify": "math-verify"},
     "lm-eval": {"lm_eval": "the lm-evaluation-harness"},
 }
 """Extra -> module -> name in messages, of what kvlab itself imports."""

@@ -17,6 +17,7 @@ def registry() -> dict[str, type[Task]]:
     Raises KvlabError for a file of the workspace that cannot be read, and for a name that is taken.
     """
     from kvlab.tasks.arithmetic import Arithmetic
+    from kvlab.tasks.competition import Aime, Math
     from kvlab.tasks.icl import ManyShot
     from kvlab.tasks.longbench import LongBench
     from kvlab.tasks.longgen import LongGen
@@ -24,7 +25,7 @@ def registry() -> dict[str, type[Task]]:
     from kvlab.tasks.ruler import Ruler
     from kvlab.tasks.turns import Turns
 
-    own = {cls.name: cls for cls in (Needle, Ruler, LongBench, LongGen, ManyShot, Arithmetic, Turns)}
+    own = {cls.name: cls for cls in (Needle, Ruler, LongBench, LongGen, ManyShot, Arithmetic, Turns, Math, Aime)}
     return workspace.joined(own, "tasks", Task, "task")
 
 

@@ -70,7 +70,7 @@ def versions() -> Finding:
         file, mend = project.root() / "requirements.txt", "pip install -r requirements.txt"
     else:
         file = project.root() / "constraints.txt"
-        mend = "pip install -c constraints.txt -e '.[lab,test,docs,lm-eval]'"
+        mend = "pip install -c constraints.txt -e '.[lab,test,docs,lm-eval,math]'"
     if not file.exists():
         missing = _missing()
         return Finding(

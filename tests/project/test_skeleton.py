@@ -85,7 +85,7 @@ def test_conda_installs_the_very_same_pins():
         for part in yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
         if isinstance(part, dict)
     ]
-    assert pip[:2] == ["-c constraints.txt", "-e .[lab,test,docs,lm-eval]"]
+    assert pip[:2] == ["-c constraints.txt", "-e .[lab,test,docs,lm-eval,math]"]
     assert pins(pip[2:]) == {name: CONSTRAINTS[name] for name in DIRECT}
 
 
@@ -274,7 +274,7 @@ def test_make_knows_its_targets(target):
     assert done.returncode == 0, done.stderr
     if target in ("reproduce", "test"):
         assert (
-            done.stdout.index("-c constraints.txt -e '.[lab,test,docs,lm-eval]'") < done.stdout.index("kvlab pull")
+            done.stdout.index("-c constraints.txt -e '.[lab,test,docs,lm-eval,math]'") < done.stdout.index("kvlab pull")
             if "pip install" in done.stdout
             else "kvlab pull" in done.stdout
         )

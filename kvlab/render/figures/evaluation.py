@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.core.storage import AS_IS
-from kvlab.evaluation import Answer, by_turn, decline, summary, table
+from kvlab.evaluation import Answer, by_turn, decline, lengths, summary, table
 from kvlab.lib.files import replacing
 from kvlab.lib.terminal import titled
 
@@ -83,7 +83,11 @@ def show(rows: pd.DataFrame, console: Console) -> None:
 
 
 def show_parts(answers: Sequence[Answer], console: Console) -> None:
-    """Print the scores by kind, where there are several, and those of each mode by turn, where there are turns."""
+    """Print the scores by kind, where there are several, those of each mode by turn, where there are turns, and how
+    long answers are and how far they repeat themselves, where a task scores that.
+    """
+    if long := [answer for answer in answers if "repetition" in answer.scores]:
+        _show_lengths(lengths(long), console)
     if len({answer.marks.get("kind") for answer in answers}) > 1:
         _show_by(summary(answers, "kind"), "kind", "score by kind, %", console)
     for mode, part in by_turn(answers).items():
@@ -95,6 +99,19 @@ def show_parts(answers: Sequence[Answer], console: Console) -> None:
             changes[row["policy"], _in_words(row["budget"]), row["storage"]] = change_text
         title = f"score by turn, %: {mode}".removesuffix(": ")
         _show_by(summary(part, "turn"), "turn", title, console, {"later turns less the first": changes})
+
+
+def _show_lengths(rows: pd.DataFrame, console: Console) -> None:
+    grid = titled("task", "policy", "budget", "storage", title="how long the answers are")
+    for heading in ("tokens", "against the full cache", "no box, %", "repeated, %"):
+        grid.add_column(heading, justify="right")
+    for row in rows.to_dict("records"):
+        system = row["task"], row["policy"], _in_words(row["budget"]), row["storage"]
+        longer = "" if _missing(row["longer"]) else f"{row['longer']:+.0f}"
+        grid.add_row(
+            *system, f"{row['tokens']:.0f}", longer, f"{100 * row['unboxed']:.0f}", f"{100 * row['repetition']:.1f}"
+        )
+    console.print(grid, highlight=False)
 
 
 def _show_by(
