@@ -94,7 +94,7 @@ MISTAKEN = {
     "bench decode --policies snapkv,snapk": "unknown policy 'snapk'; did you mean 'snapkv'",
     "bench nosuch": "unknown benchmark 'nosuch'; known are: decode,",
     "pages --only nosuch": "unknown policy 'nosuch'; known are: adakv, chunkkv,",
-    "eval nosuch": "unknown task 'nosuch'; known are: arithmetic,",
+    "eval nosuch": "unknown task 'nosuch'; known are: aime,",
     "eval needle -p nosuch=1": "needle: unknown parameter 'nosuch'; known are: depths,",
     "eval needle -p document=nosuch": "there is no document or text file nosuch;",
     "compile --documents nosuch": "there is no document or text file nosuch;",

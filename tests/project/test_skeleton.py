@@ -111,9 +111,8 @@ def test_what_is_installed_is_what_is_pinned():
 
 
 def test_every_import_is_a_declared_dependency():
-    known = {
-        canonical(name) for name in [*PROJECT["dependencies"], *EXTRAS["lab"], *EXTRAS["cluster"], *EXTRAS["lm-eval"]]
-    }
+    extras = [name for extra in ("lab", "cluster", "lm-eval", "math") for name in EXTRAS[extra]]
+    known = {canonical(name) for name in [*PROJECT["dependencies"], *extras]}
     used = {(name.partition(".")[0], path.name) for path in sources() for name in imports(path)}
     undeclared = {
         (name, file)
