@@ -20,8 +20,8 @@ from kvlab.methods.snapkv import SnapKV
 from kvlab.papers import load_file
 from kvlab.workbench.method_pages import sources
 
-# References that no paper proposes as a method.
-WITHOUT = ["exact_topk", "full", "random"]
+# References, and methods around another's scores, that no paper proposes.
+WITHOUT = ["decoding", "exact_topk", "full", "random"]
 CITED = {name: cls.paper for name, cls in methods.registry().items() if cls.paper}
 ID = r"\b\d{4}\.\d{4,5}\b"
 

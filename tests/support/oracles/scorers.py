@@ -178,3 +178,34 @@ def oracle_rkv(queries, keys, values, prompt_length, budget, interval, window=8,
             steps.append((read, kept))
         sets.append(steps)
     return [([s[0] for s in step], [s[1] for s in step]) for step in zip(*sets)]
+
+
+def oracle_decoding(queries, keys, values, prompt_length, budget, interval, score, observed):
+    """Steps 0 .. T: (read, stored). Every `interval` tokens what is stored is scored as a prompt by `score`.
+
+    `score`: (queries [heads, n, d] of the latest tokens, keys of one group [m, d], members of the group) -> [m].
+    """
+    heads, kv_heads, first = len(queries), len(keys), queries.shape[1] - keys.shape[1]
+    kept = [list(range(prompt_length)) for _ in range(kv_heads)]
+
+    def passed(now):
+        for group in range(kv_heads):
+            stored = kept[group]
+            if len(stored) <= budget:
+                continue
+            members = [h for h in range(heads) if h * kv_heads // heads == group]
+            latest = queries[members, first + now - observed : first + now]
+            scores = list(score(latest, keys[group, stored]))
+            older = len(stored) - observed
+            best = top_positions(scores[:older], budget - observed)
+            kept[group] = [stored[i] for i in [*best, *range(older, len(stored))]]
+
+    passed(prompt_length)
+    steps = [([list(k) for k in kept], [list(k) for k in kept])]
+    for position in range(prompt_length, keys.shape[1]):
+        kept = [[*stored, position] for stored in kept]
+        read = [list(k) for k in kept]
+        if (position + 1 - prompt_length) % interval == 0:
+            passed(position + 1)
+        steps.append((read, [list(k) for k in kept]))
+    return steps
