@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from support import oracles
 from support.cases import SHAPES
 from support.live_runs import continued, generate, left_padded, prompt
+from support.rescoring import by_norm, by_window
 from support.stepwise import LAYERS, inputs, never_comes_back, watched
 from support.tensors import exact, sets, shaken
 
 import kvlab
 from kvlab.errors import KvlabError
-
-
-def by_norm(latest, keys):
-    return [-np.sqrt(key @ key) for key in keys]
-
-
-def by_window(window, kernel):
-    """SnapKV's pooled scores of what is stored, by the latest queries of one group."""
-
-    def score(latest, keys):
-        importance = oracles.snapkv_importance(np.asarray(latest), np.asarray(keys)[None], window, kernel)
-        return importance[0]
-
-    return score
-
 
 SCORERS = [
     (kvlab.policy("knorm", budget=1), by_norm, 0),

@@ -49,7 +49,7 @@ SMALL = {
 ONE_TURN = ("adakv", "compilerkv", "expected_attention", "keyformer", "kvzip", "triattention")
 """Those that cannot compress a later turn again."""
 SEES_RESPONSE = {"oracle_attention": dict(budget=12)}
-WITHOUT_BUDGET = {"full": {}, "think": dict(window=8)}
+WITHOUT_BUDGET = {"full": {}, "think": dict(window=8), "threshold": dict(at=0.3, window=32, interval=4)}
 EVERYTHING = {name: dict(parameters, budget=2000) for name, parameters in SMALL.items()} | {"full": {}}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ class Rescoring(Wrapper):
 
     weighs: ClassVar[bool] = False
 
-    interval: int
+    if TYPE_CHECKING:
+        interval: int
 
     @property
     def stated_needs(self) -> Needs:

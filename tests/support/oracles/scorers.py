@@ -209,3 +209,28 @@ def oracle_decoding(queries, keys, values, prompt_length, budget, interval, scor
             passed(position + 1)
         steps.append((read, [list(k) for k in kept]))
     return steps
+
+
+def oracle_threshold(queries, keys, values, prompt_length, at, window, interval, score, observed):
+    """Steps 0 .. T: (read, stored). What is older than `window` and scores below `at` leaves at a pass.
+
+    `score` as in `oracle_decoding`.
+    """
+    heads, kv_heads, first = len(queries), len(keys), queries.shape[1] - keys.shape[1]
+    kept = [list(range(prompt_length)) for _ in range(kv_heads)]
+    steps = []
+    for position in range(prompt_length - 1, keys.shape[1]):
+        if steps:
+            kept = [[*stored, position] for stored in kept]
+        read = [list(stored) for stored in kept]
+        if (position + 1 - prompt_length) % interval == 0:
+            for group in range(kv_heads):
+                members = [h for h in range(heads) if h * kv_heads // heads == group]
+                latest = queries[members, first + position + 1 - observed : first + position + 1]
+                if len(kept[group]) > window:
+                    scores = score(latest, keys[group, kept[group]])
+                    young = len(kept[group]) - window
+                    kept[group] = [p for i, p in enumerate(kept[group]) if i >= young or scores[i] >= at]
+        stored = [list(s) for s in kept]
+        steps.append((read if steps else stored, stored))
+    return steps
