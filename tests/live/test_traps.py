@@ -17,8 +17,9 @@ from kvlab.methods import registry
 
 LENGTH, STEPS, KV_HEADS, LAYERS = 80, 5, 2, 2
 ENTRY = 2 * 16 * 4  # bytes of a key and a value of 16 float32 numbers
-BOUNDS_PROMPT = [name for name in SMALL if registry()[name].kind in ("score at prefill", "allocation")] + ["random"]
-BOUNDS_ALL = [name for name in SMALL if registry()[name].kind in ("decoding", "merging")]
+BOUNDS_PROMPT = [name for name in SMALL if registry()[name].kind in ("score at prefill", "allocation")]
+BOUNDS_PROMPT += ["random", "merging"]
+BOUNDS_ALL = [name for name in SMALL if registry()[name].kind == "decoding"] + ["zsmerge"]
 
 
 @pytest.fixture(autouse=True)

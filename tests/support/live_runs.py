@@ -41,6 +41,7 @@ SMALL = {
     "chunkkv": dict(budget=36, chunk=5),
     "criticalkv": dict(budget=36),
     "decoding": dict(budget=14, interval=4, scorer=kvlab.policy("snapkv", budget=14, window=6, kernel=3)),
+    "merging": dict(budget=36),
     "expected_attention": dict(budget=12, future=64),
     "kvzip": dict(budget=12, chunk=25),
     "leverage": dict(budget=12),
