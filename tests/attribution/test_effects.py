@@ -17,7 +17,7 @@ from kvlab.attribution.attribute import attribute, attributions
 from kvlab.attribution.gated import LayerReads, Line
 from kvlab.core.softmax import Softmax
 
-REFUSED = ("zsmerge", "merging", "sparq")
+REFUSED = ("zsmerge", "merging", "rerotated", "sparq")
 """Methods whose loss has no share for each entry: one merges, the other adds the mean value to its output."""
 SINGLE = ("expected_attention", "triattention", "hybrid-gpt-oss", "hybrid-qwen3-next")
 """Policies and models that compute in float32 alone."""
@@ -173,6 +173,7 @@ def test_a_gradient_check_of_the_line():
 REASONS = {
     "zsmerge": "zsmerge merges entries",
     "merging": "merging merges entries",
+    "rerotated": "rerotated changes the entries that it keeps",
     "think": "think changes the entries that it keeps",
     "sparq": "sparq changes the attention's output",
 }

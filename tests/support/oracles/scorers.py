@@ -234,3 +234,23 @@ def oracle_threshold(queries, keys, values, prompt_length, at, window, interval,
         stored = [list(s) for s in kept]
         steps.append((read if steps else stored, stored))
     return steps
+
+
+def oracle_rerotated(keys, kept, frequencies):
+    """Keys of one layer [kv_heads, n, d] turned so that those in `kept` (a list for each KV head) end without gaps.
+
+    Channels i and i + pairs are a pair, which the model turns by position x frequency.
+    """
+    sets, pairs, length = [], len(frequencies), keys.shape[1]
+    for head, positions in zip(keys, kept):
+        turned = []
+        for rank, position in enumerate(positions):
+            key = np.array(head[position])
+            by = (length - len(positions) + rank) - position
+            for pair, frequency in enumerate(frequencies):
+                x, y = head[position][pair], head[position][pair + pairs]
+                key[pair] = x * np.cos(by * frequency) - y * np.sin(by * frequency)
+                key[pair + pairs] = y * np.cos(by * frequency) + x * np.sin(by * frequency)
+            turned.append(key)
+        sets.append(np.array(turned))
+    return sets
