@@ -398,6 +398,10 @@ class LayerStore:
         """Other keys `[rows, kv_heads, slots, head_dim]` for the same entries, held in the same form."""
         self._rewrite(keys, self._entries.plain().read(VALUES))
 
+    def rewrite_values(self, values: Tensor) -> None:
+        """Other values for the same entries, as `rewrite_keys`."""
+        self._rewrite(self._entries.plain().read(KEYS), values)
+
     def _rewrite(self, keys: Tensor, values: Tensor) -> None:
         self._entries = self.storage.convert(AsIs.of(keys, values, self._entries.read(POSITIONS)))
         self.quantise_pending()

@@ -18,7 +18,7 @@ from kvlab.methods import registry
 LENGTH, STEPS, KV_HEADS, LAYERS = 80, 5, 2, 2
 ENTRY = 2 * 16 * 4  # bytes of a key and a value of 16 float32 numbers
 BOUNDS_PROMPT = [name for name in SMALL if registry()[name].kind in ("score at prefill", "allocation")]
-BOUNDS_PROMPT += ["random", "merging", "rerotated"]
+BOUNDS_PROMPT += ["random", "merging", "rerotated", "attention_matching"]
 BOUNDS_ALL = [name for name in SMALL if registry()[name].kind == "decoding"] + ["zsmerge"]
 
 

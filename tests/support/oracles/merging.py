@@ -214,3 +214,45 @@ def oracle_merged_around(queries, keys, values, prompt_length, kept, least=-1.0,
         positions = [[entry[0] for entry in entries] for entries in stored]
         steps.append(dict(read=positions, stored=positions, output=output))
     return steps
+
+
+def oracle_attention_matching(queries, keys, values, again, prompt_length, budget, bound=3.0, iterations=2):
+    """Steps 0 .. T. `again` [heads, m, d] are the queries of the prompt as it is read a second time."""
+    heads, kv_heads, first = len(queries), len(keys), queries.shape[1] - keys.shape[1]
+    kept, entries = [], []
+    for group in range(kv_heads):
+        prompt_keys, prompt_values = keys[group, :prompt_length], values[group, :prompt_length]
+        rows = [
+            prompt_keys @ query / np.sqrt(len(query))
+            for head in heads_of(group, heads, kv_heads)
+            for query in again[head]
+        ]
+        shares = [softmax(row) for row in rows]
+        rms = [np.sqrt(sum(share[p] ** 2 for share in shares) / len(shares)) for p in range(prompt_length)]
+        stays = top_positions(rms, budget)
+        raised = np.array([[np.exp(row[p] - max(row)) for p in stays] for row in rows])
+        total = np.array([sum(np.exp(row - max(row))) for row in rows])
+        low, high = np.exp(-bound), np.exp(bound)
+        mass = np.clip(np.linalg.lstsq(raised, total, rcond=None)[0], low, high)
+        for _ in range(iterations):
+            gradient = raised.T @ (raised @ mass - total)
+            mass = np.clip(mass - gradient / np.linalg.svd(raised, compute_uv=False)[0] ** 2, low, high)
+        bias = np.log(mass)
+        matrix = np.array([softmax(row[stays] + bias) for row in rows])
+        outputs = np.array([share @ prompt_values for share in shares])
+        fitted = np.linalg.lstsq(matrix, outputs, rcond=None)[0]
+        kept.append(stays)
+        entries.append([(prompt_keys[p], fitted[i], bias[i]) for i, p in enumerate(stays)])
+    steps = [dict(read=[list(k) for k in kept], stored=[list(k) for k in kept])]
+    for position in range(prompt_length, keys.shape[1]):
+        output = np.zeros((heads, keys.shape[2]))
+        for group in range(kv_heads):
+            kept[group] = [*kept[group], position]
+            entries[group].append((keys[group, position], values[group, position], 0.0))
+            for head in heads_of(group, heads, kv_heads):
+                query = queries[head, first + position]
+                logits = [key @ query / np.sqrt(len(query)) + added for key, _, added in entries[group]]
+                output[head] = attention_output(softmax(np.array(logits)), [value for _, value, _ in entries[group]])
+        positions = [list(k) for k in kept]
+        steps.append(dict(read=positions, stored=positions, output=output))
+    return steps
