@@ -373,10 +373,37 @@ class LayerStore:
             combined = column.amax(2, keepdim=True) if how == "max" else column.sum(2, keepdim=True)
             self.column(name).scatter_(2, into, combined)
 
+    def fold(self, target: Tensor, keys: bool = True) -> None:
+        """Fold every slot into the slot `target` `[rows, kv_heads, slots]` of its head; what stays is its own target.
+
+        A target becomes what `merge` would make of it. Without `keys` its key stays, and the values alone are averaged.
+        Evicting the sources is the caller's.
+        """
+        if not self.has_column(FUSIONS):
+            self.add_column(FUSIONS, torch.ones(self.positions.shape, dtype=torch.float32, device=self.device))
+        counts = self.fusion_counts * self.occupied
+        total = torch.zeros_like(counts).scatter_add_(2, target, counts)
+        index = target[..., None].expand(*target.shape, self.head_dim)
+
+        def means(entries: Tensor) -> Tensor:
+            weighed = entries.float() * counts[..., None]
+            summed = torch.zeros_like(weighed).scatter_add_(2, index, weighed)
+            # Slots that nothing is folded into, not even themselves, are those that leave.
+            return torch.where(total[..., None] > counts[..., None], summed / total[..., None], entries).to(self.dtype)
+
+        self._rewrite(means(self.keys) if keys else self.keys, means(self.values))
+        self.fusion_counts.copy_(torch.where(total > 0, total, counts.clamp_min(1)))
+
     def rewrite_keys(self, keys: Tensor) -> None:
         """Other keys `[rows, kv_heads, slots, head_dim]` for the same entries, held in the same form."""
-        plain = self._entries.plain()
-        self._entries = self.storage.convert(AsIs.of(keys, plain.read(VALUES), plain.read(POSITIONS)))
+        self._rewrite(keys, self._entries.plain().read(VALUES))
+
+    def rewrite_values(self, values: Tensor) -> None:
+        """Other values for the same entries, as `rewrite_keys`."""
+        self._rewrite(self._entries.plain().read(KEYS), values)
+
+    def _rewrite(self, keys: Tensor, values: Tensor) -> None:
+        self._entries = self.storage.convert(AsIs.of(keys, values, self._entries.read(POSITIONS)))
         self.quantise_pending()
 
     def expand(self, heads: int) -> None:

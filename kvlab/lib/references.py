@@ -58,6 +58,13 @@ PAPERS = {
         "2407.11550",
         "https://github.com/FFY0/AdaKV",
     ),
+    "attention_matching": Paper(
+        "Fast KV Compaction via Attention Matching",
+        "Zweiger et al.",
+        2026,
+        "2602.16284",
+        "https://github.com/adamzweiger/compaction",
+    ),
     "chunkkv": Paper(
         "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference",
         "Liu et al.",

@@ -82,6 +82,7 @@ VARIANTS = {
     "h2o_prefill": Look(COLOURS[3], "o"),
     "zsmerge_unmerged": POLICIES["zsmerge"],
     "rocketkv_published": Look(OTHER, "o"),
+    "random_response": Look(FAINT, "o"),
     "filled": Look(POLICIES["compilerkv"].colour, "o"),
 }
 """What notebooks call a policy with other parameters."""

@@ -33,8 +33,8 @@ class Replay:
         trace, policy, storage, probes: what was replayed. Layers in tensors are those that the trace holds, one behind
             the other; in tables, and wherever a layer is asked for, they have their numbers in the model.
         budget: entries for each layer and KV head that the policy's budget came to.
-        entries: what a policy that evicts once, after the prefill, has kept, on average over layers and KV heads; of
-            others the budget.
+        entries: what a policy that evicts once, after the prefill, or that has no budget, has kept by then, on average
+            over layers and KV heads; of others the budget.
         k: the size of the top that the recalls ask for.
         raised: whether a fractional budget had to be raised to what the method needs.
         records: numbers of the probes.

@@ -93,7 +93,7 @@ def test_the_share_of_early_entries_by_a_loop(cuts):
 
 def test_rivals_lose_and_stay_as_large_as_morphkv(cuts):
     found = responses.along_a_response(cuts, 24, 4)
-    assert {"keyformer", "scissorhands", "streamingllm"} <= set(found.table["policy"])
+    assert {"keyformer", "scissorhands", "streamingllm", "random_response"} <= set(found.table["policy"])
     lost = found.table.query("measure == 'mass_lost'").groupby("policy")["value"].mean()
     assert found.metrics["behind/mass_lost/keyformer"] == pytest.approx(lost["keyformer"] - lost["morphkv"], abs=1e-6)
     earlier = [
@@ -102,6 +102,8 @@ def test_rivals_lose_and_stay_as_large_as_morphkv(cuts):
         for t in cuts
     ]
     assert found.metrics["earlier/h2o"] == pytest.approx(np.mean(earlier), abs=1e-6)
+    # The prompt of 20 tokens lies in the first quarter of 120, and 4 of the response's 100 stay.
+    assert 20 / 24 < found.metrics["early/random_response"] + 1e-6 < 22 / 24
     # Four sinks of 120 tokens are all that StreamingLLM keeps of the first quarter.
     assert found.metrics["early/streamingllm"] == pytest.approx(4 / 24)
 

@@ -135,7 +135,7 @@ def test_every_policy_meets_every_measure(tiny):
 
 def test_contenders_get_what_they_need_and_come_once():
     made = contenders([64, 128], heads="smollm2-135m")
-    assert len(made) == 2 * len(policies()) - 2  # the full cache and think have no budget
+    assert len(made) == 2 * len(policies()) - 3  # the full cache, think and threshold have no budget
     assert contender("duoattention", 64, heads="smollm2-135m").heads == "smollm2-135m"
     assert contender("compilerkv", 64, pad="budget").pad == "budget" and contender("compilerkv", 64).pad == "none"
     assert contender("snapkv", 64, heads="smollm2-135m") == kvlab.policy("snapkv", budget=64)

@@ -17,7 +17,7 @@ from kvlab.attribution.attribute import attribute, attributions
 from kvlab.attribution.gated import LayerReads, Line
 from kvlab.core.softmax import Softmax
 
-REFUSED = ("zsmerge", "sparq")
+REFUSED = ("attention_matching", "zsmerge", "merging", "rerotated", "sparq")
 """Methods whose loss has no share for each entry: one merges, the other adds the mean value to its output."""
 SINGLE = ("expected_attention", "triattention", "hybrid-gpt-oss", "hybrid-qwen3-next")
 """Policies and models that compute in float32 alone."""
@@ -171,7 +171,10 @@ def test_a_gradient_check_of_the_line():
 
 
 REASONS = {
+    "attention_matching": "attention_matching merges entries, or weighs them by more than their attention",
     "zsmerge": "zsmerge merges entries",
+    "merging": "merging merges entries",
+    "rerotated": "rerotated changes the entries that it keeps",
     "think": "think changes the entries that it keeps",
     "sparq": "sparq changes the attention's output",
 }

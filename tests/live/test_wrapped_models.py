@@ -10,6 +10,7 @@ from torch import nn
 
 import kvlab
 from kvlab.core import hookable
+from kvlab.methods import has_budget
 
 IDS = torch.randint(3, 128, (1, 60), generator=torch.Generator().manual_seed(1))
 
@@ -195,7 +196,7 @@ def test_other_model_of_one_configuration_goes_on():
 
 @pytest.mark.parametrize("name", kvlab.policies())
 def test_policies_under_autocast_and_default_dtypes(name):
-    lm, budget = model(), {} if name in ("full", "think") else {"budget": 40}
+    lm, budget = model(), {"budget": 40} if has_budget(name) else {}
     policy = kvlab.policy(name, **budget)
 
     def run():

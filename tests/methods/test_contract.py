@@ -11,7 +11,7 @@ from support.replaying import PROMPT, tensors, trace
 
 import kvlab
 from kvlab.core.ranking import top_positions
-from kvlab.methods import Budget, Prompt
+from kvlab.methods import Budget, Prompt, has_budget
 from kvlab.methods._base.contract import CHECKS
 
 
@@ -100,7 +100,7 @@ def test_too_few_and_padding_are_taken_and_entries_tell_what_was_kept():
     assert kvlab.replay(trace(), with_verb("choose", padded)).summary["entries"] == 9
 
 
-FITS = [name for name in kvlab.policies() if name not in ("compilerkv", "full", "think")]
+FITS = [name for name in kvlab.policies() if has_budget(name) and name != "compilerkv"]
 
 
 @pytest.mark.filterwarnings("ignore:duoattention")

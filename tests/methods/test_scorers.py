@@ -186,3 +186,31 @@ def test_random_eviction_while_decoding_is_uniform_and_seeded():
     latest = sum(59 in kept for kept in survivors)
     early = sum(len(kept & set(range(30))) for kept in survivors) / (40 * 20)
     assert latest > 30 and 0.15 < early < 0.32
+
+
+def test_random_eviction_of_the_response_keeps_the_prompt_and_draws_uniformly():
+    tensors = inputs(2, 4, 2, 12, 40)
+    survivors = []
+    for seed in range(60):
+        result, _ = watched(kvlab.policy("random", budget=20, region="response", seed=seed), tensors, 12)
+        for step in (0, 8, 9, 40):
+            for kept in sets(result.stored(0, step)):
+                assert kept[:12] == list(range(12)) and len(kept) == min(12 + step, 20)
+        assert sets(result.kept(0, 40))[0] == [*sets(result.stored(0, 39))[0], 51]
+        survivors.append(sets(result.stored(0, 40))[0][12:])
+        never_comes_back(result, 0, 40)
+    # Eight places for forty tokens: one that came k steps ago survives k + 1 draws of one in nine.
+    latest, early = (sum(p in kept for kept in survivors) / 60 for p in (51, 12))
+    assert 0.7 < latest < 1 and early < 0.15
+    ages = sum(51 - p for kept in survivors for p in kept) / (60 * 8)
+    expected = sum(age * (8 / 9) ** min(age + 1, 32) for age in range(40)) / 8
+    assert ages == pytest.approx(expected, rel=0.1)
+
+
+def test_random_eviction_of_the_response_needs_room_for_the_prompt():
+    tensors = [t[None] for t in layer(3, prompt=90)]
+    policy = kvlab.policy("random", budget=40, region="response")
+    with pytest.raises(KvlabError, match="a budget of 40 has no room for its 90 tokens; give it more") as told:
+        policy.keep(*tensors)
+    assert "\n" not in str(told.value)
+    assert policy.replace(budget=90).keep(*tensors).shape[-1] == 90

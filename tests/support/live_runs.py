@@ -40,15 +40,28 @@ SMALL = {
     "adakv": dict(budget=36),
     "chunkkv": dict(budget=36, chunk=5),
     "criticalkv": dict(budget=36),
+    "decoding": dict(budget=14, interval=4, scorer=kvlab.policy("snapkv", budget=14, window=6, kernel=3)),
+    "attention_matching": dict(budget=12),
+    "merging": dict(budget=36),
+    "rerotated": dict(budget=36),
     "expected_attention": dict(budget=12, future=64),
     "kvzip": dict(budget=12, chunk=25),
     "leverage": dict(budget=12),
     "triattention": dict(budget=16, interval=4),
 }
-ONE_TURN = ("adakv", "compilerkv", "expected_attention", "keyformer", "kvzip", "triattention")
+ONE_TURN = (
+    "adakv",
+    "attention_matching",
+    "compilerkv",
+    "expected_attention",
+    "keyformer",
+    "kvzip",
+    "rerotated",
+    "triattention",
+)
 """Those that cannot compress a later turn again."""
 SEES_RESPONSE = {"oracle_attention": dict(budget=12)}
-WITHOUT_BUDGET = {"full": {}, "think": dict(window=8)}
+WITHOUT_BUDGET = {"full": {}, "think": dict(window=8), "threshold": dict(at=0.3, window=32, interval=4)}
 EVERYTHING = {name: dict(parameters, budget=2000) for name, parameters in SMALL.items()} | {"full": {}}
 
 

@@ -160,11 +160,13 @@ def writing(budget: int, window: int) -> dict[str, Policy]:
 
 
 def rivals(budget: int) -> dict[str, Policy]:
-    """The other methods of figure 3 that hold a cache of constant size, at one capacity.
+    """The other methods of figure 3 that hold a cache of constant size, at one capacity, and a reference of ours.
 
-    Each follows its own paper; figure 3 draws Scissorhands as a window of recent tokens alone.
+    Each follows its own paper; figure 3 draws Scissorhands as a window of recent tokens alone. `random_response` keeps
+    the prompt, and evicts the response at random.
     """
-    return {name: policy(name, budget=budget) for name in ("keyformer", "scissorhands", "streamingllm")}
+    named = {name: policy(name, budget=budget) for name in ("keyformer", "scissorhands", "streamingllm")}
+    return named | {"random_response": policy("random", budget=budget, region="response")}
 
 
 def early_share(result: Replay) -> float:

@@ -76,15 +76,20 @@ class ScorerWrapper(Wrapper):
     @cached_property
     def _inner(self) -> Policy:
         """The scorer, with this budget."""
-        # The names are those of all files of this folder, this one among them.
-        from kvlab.methods import policy, registry
+        return scorer_inside(self.name, self.scorer, self.budget)
 
-        kind = registry().get(self.scorer) if isinstance(self.scorer, str) else type(self.scorer)
-        if kind is not None and not kind.scores_tokens():
-            raise KvlabError(f"{self.name}: {kind.name} does not score tokens; {SCORERS}")
-        inner = policy(self.scorer, budget=self.budget)
-        if inner.needs.surveys:
-            raise KvlabError(f"{self.name}: {inner.name} shares its budget among layers; take a scorer that does not")
-        if getattr(inner, "sets", "group") == "head":
-            raise KvlabError(f"{self.name}: {inner.name} keeps a set for each query head; give it sets='group'")
-        return inner
+
+def scorer_inside(name: str, scorer: str | Policy, budget: int | float) -> Policy:
+    """The scorer of the wrapper `name`, with this budget; KvlabError for a policy that scores no tokens of one head."""
+    # The names are those of all files of this folder, this one among them.
+    from kvlab.methods import policy, registry
+
+    kind = registry().get(scorer) if isinstance(scorer, str) else type(scorer)
+    if kind is not None and not kind.scores_tokens():
+        raise KvlabError(f"{name}: {kind.name} does not score tokens; {SCORERS}")
+    inner = policy(scorer, budget=budget)
+    if inner.needs.surveys:
+        raise KvlabError(f"{name}: {inner.name} shares its budget among layers; take a scorer that does not")
+    if getattr(inner, "sets", "group") == "head":
+        raise KvlabError(f"{name}: {inner.name} keeps a set for each query head; give it sets='group'")
+    return inner

@@ -28,6 +28,7 @@ NAMES = {
     "keyformer": "Keyformer",
     "scissorhands": "Scissorhands",
     "streamingllm": "StreamingLLM",
+    "random_response": "the prompt, and the response at random",
     "morphkv": "MorphKV",
 }
 COLOURS = theme.colours(NAMES)

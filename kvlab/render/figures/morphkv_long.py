@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from kvlab.analyses.findings import Findings
 
-CONSTANT = ("morphkv", "h2o", "keyformer", "scissorhands", "streamingllm")
-"""The methods of figure 3 whose cache keeps its size while it decodes."""
+CONSTANT = ("morphkv", "h2o", "keyformer", "scissorhands", "streamingllm", "random_response")
+"""The methods of figure 3 whose cache keeps its size while it decodes, and a reference."""
 VARIANTS = {
     groups.OWN: "a set for each query head",
     "llama_code": "code for Llama (logits, renormalised)",

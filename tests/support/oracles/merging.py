@@ -6,6 +6,7 @@ import numpy as np
 
 from support.oracles.core import (
     Slot,
+    attention_output,
     attention_weights,
     heads_of,
     simulate,
@@ -172,3 +173,86 @@ def oracle_morphkv(
         return [older[i] for i in top_positions(scores, budget - window)] + [s for s in slots if s.position >= oldest]
 
     return simulate(queries, keys, values, prompt_length, lambda g: taken(keys, values, g, range(prompt_length)), after)
+
+
+def oracle_merged_around(queries, keys, values, prompt_length, kept, least=-1.0, alpha=1.0, averaged="both"):
+    """Steps 0 .. T of a prompt whose entries outside `kept` (a list for each KV head) are merged into those in it.
+
+    Each goes into the kept entry whose key has the largest cosine to its own, unless that is below `least`.
+    """
+    heads, kv_heads, first = len(queries), len(keys), queries.shape[1] - keys.shape[1]
+    stored = []
+    for group in range(kv_heads):
+        parts = {p: [p] for p in kept[group]}
+        for p in range(prompt_length):
+            if p in parts:
+                continue
+            own = keys[group, p]
+            cosines = [
+                own @ keys[group, t] / np.sqrt(own @ own) / np.sqrt(keys[group, t] @ keys[group, t])
+                for t in kept[group]
+            ]
+            best = max(range(len(cosines)), key=lambda i: (cosines[i], -i))
+            if cosines[best] >= least:
+                parts[kept[group][best]].append(p)
+        entries = []
+        for p in kept[group]:
+            key = sum(keys[group, m] for m in parts[p]) / len(parts[p]) if averaged == "both" else keys[group, p]
+            entries.append((p, key, sum(values[group, m] for m in parts[p]) / len(parts[p]), float(len(parts[p]))))
+        stored.append(entries)
+    steps = [dict(read=[list(k) for k in kept], stored=[list(k) for k in kept])]
+    for position in range(prompt_length, keys.shape[1]):
+        output = np.zeros((heads, keys.shape[2]))
+        for group in range(kv_heads):
+            stored[group].append((position, keys[group, position], values[group, position], 1.0))
+            for head in heads_of(group, heads, kv_heads):
+                counts = [entry[3] for entry in stored[group]]
+                weights = attention_weights(
+                    queries[head, first + position], [entry[1] for entry in stored[group]], counts, alpha
+                )
+                output[head] = attention_output(weights, [entry[2] for entry in stored[group]])
+        positions = [[entry[0] for entry in entries] for entries in stored]
+        steps.append(dict(read=positions, stored=positions, output=output))
+    return steps
+
+
+def oracle_attention_matching(queries, keys, values, again, prompt_length, budget, bound=3.0, iterations=2):
+    """Steps 0 .. T. `again` [heads, m, d] are the queries of the prompt as it is read a second time."""
+    heads, kv_heads, first = len(queries), len(keys), queries.shape[1] - keys.shape[1]
+    kept, entries = [], []
+    for group in range(kv_heads):
+        prompt_keys, prompt_values = keys[group, :prompt_length], values[group, :prompt_length]
+        rows = [
+            prompt_keys @ query / np.sqrt(len(query))
+            for head in heads_of(group, heads, kv_heads)
+            for query in again[head]
+        ]
+        shares = [softmax(row) for row in rows]
+        rms = [np.sqrt(sum(share[p] ** 2 for share in shares) / len(shares)) for p in range(prompt_length)]
+        stays = top_positions(rms, budget)
+        raised = np.array([[np.exp(row[p] - max(row)) for p in stays] for row in rows])
+        total = np.array([sum(np.exp(row - max(row))) for row in rows])
+        low, high = np.exp(-bound), np.exp(bound)
+        mass = np.clip(np.linalg.lstsq(raised, total, rcond=None)[0], low, high)
+        for _ in range(iterations):
+            gradient = raised.T @ (raised @ mass - total)
+            mass = np.clip(mass - gradient / np.linalg.svd(raised, compute_uv=False)[0] ** 2, low, high)
+        bias = np.log(mass)
+        matrix = np.array([softmax(row[stays] + bias) for row in rows])
+        outputs = np.array([share @ prompt_values for share in shares])
+        fitted = np.linalg.lstsq(matrix, outputs, rcond=None)[0]
+        kept.append(stays)
+        entries.append([(prompt_keys[p], fitted[i], bias[i]) for i, p in enumerate(stays)])
+    steps = [dict(read=[list(k) for k in kept], stored=[list(k) for k in kept])]
+    for position in range(prompt_length, keys.shape[1]):
+        output = np.zeros((heads, keys.shape[2]))
+        for group in range(kv_heads):
+            kept[group] = [*kept[group], position]
+            entries[group].append((keys[group, position], values[group, position], 0.0))
+            for head in heads_of(group, heads, kv_heads):
+                query = queries[head, first + position]
+                logits = [key @ query / np.sqrt(len(query)) + added for key, _, added in entries[group]]
+                output[head] = attention_output(softmax(np.array(logits)), [value for _, value, _ in entries[group]])
+        positions = [list(k) for k in kept]
+        steps.append(dict(read=positions, stored=positions, output=output))
+    return steps

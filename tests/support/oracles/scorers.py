@@ -178,3 +178,79 @@ def oracle_rkv(queries, keys, values, prompt_length, budget, interval, window=8,
             steps.append((read, kept))
         sets.append(steps)
     return [([s[0] for s in step], [s[1] for s in step]) for step in zip(*sets)]
+
+
+def oracle_decoding(queries, keys, values, prompt_length, budget, interval, score, observed):
+    """Steps 0 .. T: (read, stored). Every `interval` tokens what is stored is scored as a prompt by `score`.
+
+    `score`: (queries [heads, n, d] of the latest tokens, keys of one group [m, d], members of the group) -> [m].
+    """
+    heads, kv_heads, first = len(queries), len(keys), queries.shape[1] - keys.shape[1]
+    kept = [list(range(prompt_length)) for _ in range(kv_heads)]
+
+    def passed(now):
+        for group in range(kv_heads):
+            stored = kept[group]
+            if len(stored) <= budget:
+                continue
+            members = [h for h in range(heads) if h * kv_heads // heads == group]
+            latest = queries[members, first + now - observed : first + now]
+            scores = list(score(latest, keys[group, stored]))
+            older = len(stored) - observed
+            best = top_positions(scores[:older], budget - observed)
+            kept[group] = [stored[i] for i in [*best, *range(older, len(stored))]]
+
+    passed(prompt_length)
+    steps = [([list(k) for k in kept], [list(k) for k in kept])]
+    for position in range(prompt_length, keys.shape[1]):
+        kept = [[*stored, position] for stored in kept]
+        read = [list(k) for k in kept]
+        if (position + 1 - prompt_length) % interval == 0:
+            passed(position + 1)
+        steps.append((read, [list(k) for k in kept]))
+    return steps
+
+
+def oracle_threshold(queries, keys, values, prompt_length, at, window, interval, score, observed):
+    """Steps 0 .. T: (read, stored). What is older than `window` and scores below `at` leaves at a pass.
+
+    `score` as in `oracle_decoding`.
+    """
+    heads, kv_heads, first = len(queries), len(keys), queries.shape[1] - keys.shape[1]
+    kept = [list(range(prompt_length)) for _ in range(kv_heads)]
+    steps = []
+    for position in range(prompt_length - 1, keys.shape[1]):
+        if steps:
+            kept = [[*stored, position] for stored in kept]
+        read = [list(stored) for stored in kept]
+        if (position + 1 - prompt_length) % interval == 0:
+            for group in range(kv_heads):
+                members = [h for h in range(heads) if h * kv_heads // heads == group]
+                latest = queries[members, first + position + 1 - observed : first + position + 1]
+                if len(kept[group]) > window:
+                    scores = score(latest, keys[group, kept[group]])
+                    young = len(kept[group]) - window
+                    kept[group] = [p for i, p in enumerate(kept[group]) if i >= young or scores[i] >= at]
+        stored = [list(s) for s in kept]
+        steps.append((read if steps else stored, stored))
+    return steps
+
+
+def oracle_rerotated(keys, kept, frequencies):
+    """Keys of one layer [kv_heads, n, d] turned so that those in `kept` (a list for each KV head) end without gaps.
+
+    Channels i and i + pairs are a pair, which the model turns by position x frequency.
+    """
+    sets, pairs, length = [], len(frequencies), keys.shape[1]
+    for head, positions in zip(keys, kept):
+        turned = []
+        for rank, position in enumerate(positions):
+            key = np.array(head[position])
+            by = (length - len(positions) + rank) - position
+            for pair, frequency in enumerate(frequencies):
+                x, y = head[position][pair], head[position][pair + pairs]
+                key[pair] = x * np.cos(by * frequency) - y * np.sin(by * frequency)
+                key[pair + pairs] = y * np.cos(by * frequency) + x * np.sin(by * frequency)
+            turned.append(key)
+        sets.append(np.array(turned))
+    return sets

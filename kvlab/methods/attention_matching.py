@@ -1,0 +1,120 @@
+"""Attention matching (Zweiger et al., 2026): chosen keys, a fitted bias and fitted values stand in for the prompt."""
+
+import math
+from collections.abc import Callable
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from kvlab.core import attention
+from kvlab.core.softmax import Softmax
+from kvlab.core.store import LayerStore
+from kvlab.errors import KvlabError
+from kvlab.lib.references import PAPERS, Paper
+from kvlab.methods._base.prompt import Prompt
+from kvlab.methods._base.scorer import Scorer
+
+BIAS = "bias"
+
+
+class AttentionMatching(Scorer):
+    """Keeps the keys that reference queries attend to most, and fits a bias and a value to each so that few entries
+    attract and give what all of them did; prefill only.
+
+    "Fast KV Compaction via Attention Matching" (Zweiger et al. 2026), the variant of highest attention keys: reference
+    queries are those of the model as it reads the prompt a second time. For each KV head the keys with the largest root
+    mean square of their attention stay. A bias for each makes the sum of exp(logit + bias) over them that over all keys
+    (least squares within bounds), and values make their attention output that of the full cache (least squares). Every
+    generated token is kept besides. Cost: a second pass over the prompt, and two least-squares problems for each KV
+    head.
+
+    Choices: the prompt is read again at once, without words in between (the authors write "Repeat the previous
+    context"), and all layers are fitted on the queries of the full cache, not one layer after the other. All heads have
+    the same budget (the authors optimise it for each model). A query is scaled by its own largest logit, as in the
+    authors' code. Bounds and steps are those of their configuration.
+
+    Parameters:
+        budget: entries for each layer and KV head, or a fraction of the prompt.
+        bound: the largest bias, and the lowest below zero (3).
+        iterations: projected gradient steps after the clamped solution of the first problem (2).
+    """
+
+    name: ClassVar[str] = "attention_matching"
+    summary: ClassVar[str] = "most attended keys with a fitted bias and fitted values"
+    family: ClassVar[str] = "keeps tokens of the prompt"
+    kind: ClassVar[str] = "merging"
+    paper: ClassVar[Paper | None] = PAPERS["attention_matching"]
+
+    bound: Annotated[float, Field(ge=0)] = 3.0
+    iterations: Annotated[int, Field(ge=0)] = 2
+
+    @property
+    def pseudo_key(self) -> str | None:
+        return "again"
+
+    def pseudo_tokens(self, prompt: Tensor, vocabulary: int, encode: Callable[[str], Tensor]) -> Tensor:
+        return prompt
+
+    def scores(self, prompt: Prompt) -> Tensor:
+        """Root mean square over the reference queries of the attention to each token, `[rows, kv_heads, length]`."""
+
+        def compute() -> Tensor:
+            rows = enumerate(zip(prompt.pseudo(self), prompt.keys, strict=True))
+            squares = [
+                attention.attention_over_prompt(queries, keys, prompt.softmax(row)).square().mean(-2)
+                for row, (queries, keys) in rows
+            ]
+            return torch.stack(squares).unflatten(1, (prompt.kv_heads, -1)).mean(2).sqrt()
+
+        return prompt.share(("attention matching",), compute)
+
+    def rewrite(self, store: LayerStore, prompt: Prompt) -> None:
+        if self.fits(prompt.length):
+            return
+        if prompt.lossy:
+            raise KvlabError(
+                f"{self.name} has fitted the entries of an earlier turn, and cannot fit them again; store later turns "
+                "whole (turns='leave')"
+            )
+        kept, pseudo = self.prefill(prompt), prompt.pseudo(self).unflatten(1, (prompt.kv_heads, -1))
+        bias, values = torch.zeros_like(prompt.keys[..., 0], dtype=torch.float32), prompt.values.clone()
+        for row in range(prompt.rows):
+            for head, stays in enumerate(kept[row]):
+                own = prompt.softmax(row).group(head, prompt.kv_heads)
+                logits = attention.logits(pseudo[row, head], prompt.keys[row, head, None], own)
+                fitted = self._fitted(logits, values[row, head], stays, own)
+                bias[row, head, stays], values[row, head, stays] = fitted[0], fitted[1].to(values.dtype)
+        store.rewrite_values(values)
+        store.add_column(BIAS, bias)
+
+    def _fitted(self, logits: Tensor, values: Tensor, stays: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
+        """The bias `[kept]` and the values `[kept, head_dim]` of one KV head.
+
+        Args:
+            logits: of its reference queries, `[group, n, length]`.
+            values: `[length, head_dim]`.
+            stays: positions that are kept, `[kept]`.
+        """
+        # On the CPU, since not every GPU has float64.
+        exact, own, device = logits.cpu().double(), softmax.to("cpu"), values.device
+        some = exact[..., stays.cpu()]
+        largest = exact.amax(-1, keepdim=True)
+        sums = (exact - largest).exp().sum(-1).flatten()
+        bias = self._weights((some - largest).exp().flatten(0, 1), sums).log()
+        weights = own.shares(some + bias).flatten(0, 1)
+        output = own.shares(exact).flatten(0, 1) @ values.cpu().double()
+        return bias.float().to(device), torch.linalg.lstsq(weights, output).solution.float().to(device)
+
+    def _weights(self, raised: Tensor, total: Tensor) -> Tensor:
+        """Weights `[kept]` within the bounds for which `raised` `[n, kept]` times them is close to `total` `[n]`."""
+        low, high = math.exp(-self.bound), math.exp(self.bound)
+        weights = torch.linalg.lstsq(raised, total[:, None]).solution[:, 0].clamp(low, high)
+        size = torch.linalg.matrix_norm(raised, 2).square()
+        for _ in range(self.iterations):
+            weights = (weights - raised.T @ (raised @ weights - total) / size).clamp(low, high)
+        return weights
+
+    def bias(self, store: LayerStore) -> Tensor | None:
+        return store.column(BIAS) if store.has_column(BIAS) else None
