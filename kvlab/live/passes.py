@@ -36,11 +36,14 @@ def prompts(cache: LiveCache, number: int, why: str) -> Tensor:
     return group.of(torch.cat(cache.ids, 1))[:, cache.seen - group.store.seen :].cpu()
 
 
-def run(model: PreTrainedModel, cache: LiveCache, number: int, ids: Tensor, handler: Handler, policy: Policy) -> None:
+def run(model: PreTrainedModel, cache: LiveCache, number: int, ids: Tensor, handler: Handler, policy: Policy) -> Tensor:
     """Feed `ids` `[rows, m]` on top of one group's prompts, for a policy; afterwards the cache is as it was.
 
     Args:
         handler: gets each layer's call with the stored keys and values, and those of the pass behind them.
+
+    Returns:
+        The last hidden states, `[rows, m, hidden]`.
     """
     group = cache.compressed[0].groups[number]
     length, device = group.store.seen, group.store.device
@@ -58,7 +61,7 @@ def run(model: PreTrainedModel, cache: LiveCache, number: int, ids: Tensor, hand
     cache.own_pass = attend
     try:
         with cache.on_trial(group.rows):
-            model.base_model(
+            output = model.base_model(
                 input_ids=ids.to(device),
                 attention_mask=mask.long() if padding else None,
                 position_ids=positions,
@@ -70,3 +73,4 @@ def run(model: PreTrainedModel, cache: LiveCache, number: int, ids: Tensor, hand
         for layer in cache.compressed:
             store = layer.groups[number].store
             store.truncate(store.length - (store.seen - length))
+    return output.last_hidden_state
