@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -36,14 +36,14 @@ def prompts(cache: LiveCache, number: int, why: str) -> Tensor:
     return group.of(torch.cat(cache.ids, 1))[:, cache.seen - group.store.seen :].cpu()
 
 
-def run(model: PreTrainedModel, cache: LiveCache, number: int, ids: Tensor, handler: Handler, policy: Policy) -> Tensor:
+def run(model: PreTrainedModel, cache: LiveCache, number: int, ids: Tensor, handler: Handler, policy: Policy) -> Any:
     """Feed `ids` `[rows, m]` on top of one group's prompts, for a policy; afterwards the cache is as it was.
 
     Args:
         handler: gets each layer's call with the stored keys and values, and those of the pass behind them.
 
     Returns:
-        The last hidden states, `[rows, m, hidden]`.
+        What the model's own forward pass gives.
     """
     group = cache.compressed[0].groups[number]
     length, device = group.store.seen, group.store.device
@@ -73,4 +73,12 @@ def run(model: PreTrainedModel, cache: LiveCache, number: int, ids: Tensor, hand
         for layer in cache.compressed:
             store = layer.groups[number].store
             store.truncate(store.length - (store.seen - length))
-    return output.last_hidden_state
+    return output
+
+
+def next_ids(model: PreTrainedModel, output: Any) -> Tensor:
+    """The most likely token after a pass, `[rows]`, from what `run` gives: hidden states, or logits of some models."""
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        logits = cast("Any", model.get_output_embeddings())(output.last_hidden_state[:, -1:])
+    return logits[:, -1].argmax(-1)

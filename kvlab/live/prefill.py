@@ -231,8 +231,8 @@ class Prefill:
         """Post-RoPE queries `[rows, heads, tokens, head_dim]` of one group's drafted answers, by index of the layer."""
 
         def feed(ids: Tensor, handler: Handler) -> Tensor:
-            hidden = passes.run(self._model, cache, number, ids, handler, self._policy)[:, -1]
-            return self._model.get_output_embeddings()(hidden).argmax(-1)
+            output = passes.run(self._model, cache, number, ids, handler, self._policy)
+            return passes.next_ids(self._model, output)
 
         def compute() -> dict[int, Tensor]:
             first = cache.likelihood.next_ids(cache.compressed[0].groups[number].rows)

@@ -13,7 +13,7 @@ from kvlab.errors import KvlabError
 
 LENGTH, ANSWER = 60, 5
 SETTINGS = {"budget": 18, "answer": ANSWER, "draft": 16, "draft_window": 6, "kernel": 3}
-FAMILIES = ["tiny-llama-gqa", "tiny-qwen3", "hybrid-qwen3-next"]
+FAMILIES = ["tiny-llama-gqa", "tiny-qwen3", "hybrid-qwen3-next", "hybrid-llama4"]
 
 
 def evicted_draft(lm, ids):
