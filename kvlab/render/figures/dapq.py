@@ -204,7 +204,8 @@ def mutual(findings: Findings) -> Figure:
 
 def against_drafts(findings: Findings) -> Figure:
     """What DapQ, LAQ++ and SnapKV keep: recall and the mass lost, by budget."""
-    kept, names = findings.frame(drafted.KEPT), {"dapq": "DapQ", "laq": "LAQ++", "snapkv": "SnapKV"}
+    kept, names = findings.frame(drafted.KEPT), {"dapq": "DapQ", "laq": "LAQ++", "laq_raw": "its draft alone"}
+    names["snapkv"] = "SnapKV"
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.4))
     labels = {"recall": "recall of the gold top-k", "mass_lost": "attention mass lost"}
     for ax, (measure, label) in zip(axes, labels.items(), strict=True):
@@ -215,7 +216,7 @@ def against_drafts(findings: Findings) -> Figure:
             x="budget",
             hue="policy",
             names=names,
-            colours={name: theme.look(name).colour for name in names},
+            colours=theme.colours(names),
             xlabel=ENTRIES,
             ylabel=label,
             title=title,

@@ -182,7 +182,7 @@ def test_pseudo_queries_and_a_drafted_answer_have_a_curve_each():
     findings = made_up({drafted.KEPT: keys})
     for ax, measure in zip(draw.against_drafts(findings).axes, keys["measure"], strict=True):
         found = curves(ax)
-        assert set(found) == {"DapQ", "LAQ++", "SnapKV"}
+        assert set(found) == {"DapQ", "LAQ++", "its draft alone", "SnapKV"}
         assert found["LAQ++"].points() == values(findings, drafted.KEPT, "budget", measure=measure, policy="laq")
 
 
