@@ -57,6 +57,7 @@ POLICIES = {
     "kvzip": Look("#d9b98c", "h"),
     "snapkv": Look("#0072B2", "s"),
     "dapq": Look("#1b2f8a", "D"),
+    "laq": Look("#7fb8dc", "X"),
     "compilerkv": Look("#6a51c8", "P"),
     "pyramidkv": Look("#56B4E9", "^"),
     "dynamickv": Look("#8fa8ff", "v"),
@@ -81,6 +82,7 @@ VARIANTS = {
     "snapkv_shared": Look(POLICIES["pyramidkv"].colour, "o"),
     "h2o_prefill": Look(COLOURS[3], "o"),
     "zsmerge_unmerged": POLICIES["zsmerge"],
+    "laq_raw": Look("#4a90c2", "o"),
     "rocketkv_published": Look(OTHER, "o"),
     "filled": Look(POLICIES["compilerkv"].colour, "o"),
 }
