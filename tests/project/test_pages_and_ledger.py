@@ -67,6 +67,13 @@ RESTS_ON = {
         "and on the 1.5B SnapKV leads",
     ): {"morphkv.figure10.same_entries": ENTRIES},
     (
+        "docs/disagreements/dapq.md",
+        "On SmolLM2 DapQ keeps more of the gold set than LAQ++, and less than the draft's queries alone.",
+    ): {
+        "dapq.section1.over_drafted": {"smollm2": HELD},
+        "dapq.section1.over_the_draft_alone": {"smollm2": [FAILS]},
+    },
+    (
         "docs/disagreements/morphkv.md",
         "At 1 % of the cache MorphKV then keeps a smaller lead on SmolLM2. The 0.5B and Gemma are undecided, and on "
         "the 1.5B MorphKV loses more attention than SnapKV.",
