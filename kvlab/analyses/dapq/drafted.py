@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -55,10 +55,11 @@ def against_drafts(lm: LM, traces: Sequence[Trace], budgets: Sequence[int] = (64
     for measure in MEASURES:
         for budget in budgets:
             part = findings.table.query("measure == @measure and budget == @budget")
-            wide, at = part.pivot(index="document", columns="policy", values="value"), {"measure": measure}
+            wide: Any = part.pivot(index="document", columns="policy", values="value")
             for name in POLICIES:
-                findings.add(KEPT, wide[name], policy=name, budget=budget, **at)
+                findings.add(KEPT, wide[name], measure=measure, policy=name, budget=budget)
             sign = -1 if measure == "mass_lost" else 1
             for name in RIVALS:
-                findings.add_difference(LEAD, sign * wide["dapq"], sign * wide[name], policy=name, budget=budget, **at)
+                sides = sign * wide["dapq"], sign * wide[name]
+                findings.add_difference(LEAD, *sides, measure=measure, policy=name, budget=budget)
     return findings
