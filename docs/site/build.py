@@ -198,7 +198,8 @@ def _ledger() -> str:
         many = (
             f'<br><em title="q = {entry.q:.2g} among all directions tested">many claims</em>' if entry.by_chance else ""
         )
-        said = f"<b>{html.escape(entry.state)}</b>{value}{flips(entry)}{many}"
+        genres = "<br><em>undecided when clustered by genre</em>" if verdict.open_by_genre else ""
+        said = f"<b>{html.escape(entry.state)}</b>{value}{flips(entry)}{many}{genres}"
         if verdict.why:
             said = f"<details><summary>{said}</summary><small>{html.escape(verdict.why)}</small></details>"
         return f'<td data-head="{html.escape(model)}">{said}</td>'

@@ -12,11 +12,12 @@ import pandas as pd
 
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
-from kvlab.lib.intervals import bounded, summarise
-from kvlab.papers.verdict import GENRE
+from kvlab.lib.intervals import bounded, interval, summarise
+from kvlab.papers.verdict import BY_GENRE, GENRE
 
 DOCUMENT = "document"  # the name of the index that says on which document a repetition was measured
 LEAST = 2  # documents of a genre whose mean is worth a look
+GENRES = 3  # for an interval over genres; that of two has one degree of freedom and leaves nearly everything open
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class Row:
     def metric(self) -> str:
         """The number's name in MLflow and in the claims. This is the only place where such names are made."""
         return self.effect.format(**self.keys)
+
+    @property
+    def by_genre(self) -> tuple[float, float] | None:
+        """The 95 % interval of the mean over genres, each of which counts once; None for fewer than `GENRES`."""
+        return interval(self.genres.values()) if len(self.genres) >= GENRES else None
 
 
 @dataclass
@@ -146,13 +152,14 @@ class Findings:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Values by metric name; after each its means by genre, as METRIC/genre/GENRE."""
+        """Values by metric name; after each its means by genre, as METRIC/genre/GENRE, and the interval of these."""
         return {
             name: value
             for row in self.rows
             for name, value in [
                 (row.metric, row.value),
                 *((f"{row.metric}/{GENRE}/{genre}", mean) for genre, mean in row.genres.items()),
+                *zip((f"{row.metric}/{end}" for end in BY_GENRE), row.by_genre or (), strict=False),
             ]
         }
 

@@ -162,6 +162,13 @@ PAPERS = {
         "2504.04704",
         "https://github.com/AI-Lab-China-Merchants-Bank/LagKV",
     ),
+    "laq": Paper(
+        "Lookahead Q-Cache: Achieving More Consistent KV Cache Eviction via Pseudo Query",
+        "Wang et al.",
+        2025,
+        "2505.20334",
+        "https://github.com/noforit/Lookahead_Q-Cache",
+    ),
     "leverage": Paper(
         "Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores",
         "Chari and Van Durme",

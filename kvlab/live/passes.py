@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -36,11 +36,14 @@ def prompts(cache: LiveCache, number: int, why: str) -> Tensor:
     return group.of(torch.cat(cache.ids, 1))[:, cache.seen - group.store.seen :].cpu()
 
 
-def run(model: PreTrainedModel, cache: LiveCache, number: int, ids: Tensor, handler: Handler, policy: Policy) -> None:
+def run(model: PreTrainedModel, cache: LiveCache, number: int, ids: Tensor, handler: Handler, policy: Policy) -> Any:
     """Feed `ids` `[rows, m]` on top of one group's prompts, for a policy; afterwards the cache is as it was.
 
     Args:
         handler: gets each layer's call with the stored keys and values, and those of the pass behind them.
+
+    Returns:
+        What the model's own forward pass gives.
     """
     group = cache.compressed[0].groups[number]
     length, device = group.store.seen, group.store.device
@@ -58,7 +61,7 @@ def run(model: PreTrainedModel, cache: LiveCache, number: int, ids: Tensor, hand
     cache.own_pass = attend
     try:
         with cache.on_trial(group.rows):
-            model.base_model(
+            output = model.base_model(
                 input_ids=ids.to(device),
                 attention_mask=mask.long() if padding else None,
                 position_ids=positions,
@@ -70,3 +73,12 @@ def run(model: PreTrainedModel, cache: LiveCache, number: int, ids: Tensor, hand
         for layer in cache.compressed:
             store = layer.groups[number].store
             store.truncate(store.length - (store.seen - length))
+    return output
+
+
+def next_ids(model: PreTrainedModel, output: Any) -> Tensor:
+    """The most likely token after a pass, `[rows]`, from what `run` gives: hidden states, or logits of some models."""
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        logits = cast("Any", model.get_output_embeddings())(output.last_hidden_state[:, -1:])
+    return logits[:, -1].argmax(-1)

@@ -29,7 +29,8 @@ from kvlab.live.row_groups import Group
 from kvlab.live.shared_findings import once, scores_of, tokens_of
 from kvlab.methods import Policy, Prompt
 from kvlab.methods._base import contract
-from kvlab.traces.passes import score_parts
+from kvlab.methods._base.needs import Draft, PseudoTokens
+from kvlab.traces.passes import drafted, entries_at, score_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,8 +74,11 @@ class Prefill:
                     f"{policy.name} left sequences or heads with different numbers of entries, which cannot be "
                     "one prompt again; store later turns whole (turns='leave')"
                 )
-            ids = self._pseudo_tokens(cache, number) if judged and policy.needs.pseudo else None
+            asked = policy.needs.pseudo if judged else None
+            ids = self._pseudo_tokens(cache, number, asked) if isinstance(asked, PseudoTokens) else None
             pseudo = {} if ids is None else self._pseudo_queries(cache, number, ids)
+            if isinstance(asked, Draft):
+                pseudo = self._draft_queries(cache, number, asked)
             repeated = self._repeated(cache, number) if judged else []
             planned = self._planned(cache, number, repeated) if policy.needs.surveys and judged else []
             for index, layer in enumerate(cache.compressed):
@@ -211,10 +215,8 @@ class Prefill:
                 "anew"
             )
 
-    def _pseudo_tokens(self, cache: LiveCache, number: int) -> Tensor:
+    def _pseudo_tokens(self, cache: LiveCache, number: int, pseudo: PseudoTokens) -> Tensor:
         """The ids of one group's pseudo-tokens, `[rows, m]`."""
-        pseudo = self._policy.needs.pseudo
-        assert pseudo is not None, "pseudo-tokens are asked for"
         prompts = passes.prompts(cache, number, f"{self._policy.name} makes pseudo-tokens")
         vocabulary = hookable.text_config(self._model).vocab_size
         encode = self._encode or _no_tokenizer
@@ -234,6 +236,28 @@ class Prefill:
             return queries
 
         return once(cache.memory, ("pseudo", number, tokens_of(ids)), compute)
+
+    def _draft_queries(self, cache: LiveCache, number: int, draft: Draft) -> dict[int, Tensor]:
+        """Post-RoPE queries `[rows, heads, tokens, head_dim]` of one group's drafted answers, by index of the layer."""
+
+        def feed(ids: Tensor, handler: Handler) -> Tensor:
+            output = passes.run(self._model, cache, number, ids, handler, self._policy)
+            return passes.next_ids(self._model, output)
+
+        def compute() -> dict[int, Tensor]:
+            first = cache.likelihood.next_ids(cache.compressed[0].groups[number].rows)
+            if first is None:
+                raise KvlabError(
+                    f"{self._policy.name} drafts an answer, and the logits after the prompt are not known; feed the "
+                    "prompt's end as input_ids to the model itself, inside the session"
+                )
+            seen = []
+            for index in range(len(cache.compressed)):
+                prompt = self._prompt(cache, index, number)
+                seen.append(entries_at(draft.sees(prompt), prompt.keys, prompt.values))
+            return dict(enumerate(drafted(feed, first, seen, draft.tokens)))
+
+        return once(cache.memory, ("draft", number, draft), compute)
 
     def _repeated(self, cache: LiveCache, number: int) -> list[dict[str, Tensor]]:
         """Scores `[rows, kv_heads, length]` of the passes that repeat one group's prompts, layer by layer, by the key

@@ -36,6 +36,13 @@ class Likelihood:
         perplexity = self.nll[:, self.nll.shape[1] - n :].mean(-1).exp()
         return perplexity if rows is None else perplexity[rows]
 
+    def next_ids(self, rows: Tensor | None) -> Tensor | None:
+        """The most likely token after what was fed, `[rows]`; None where its logits are not known."""
+        if self._next is None:
+            return None
+        ids = self._next.argmax(-1)
+        return ids if rows is None else ids[rows.to(ids.device)]
+
     def copy(self) -> Likelihood:
         copied = Likelihood()
         copied.nll, copied._next = self.nll, self._next

@@ -28,6 +28,7 @@ PHRASE_WORDS: Final = 25
 StandIn = Literal["recall", "window_recall", "step_recall", "mass_lost", "output_error", "likelihood"]
 """The measures that replace scores of tasks, and whose worth `what_predicts_the_answer` measures."""
 KINDS_DIFFER: Final = "Kinds of text differ"
+CLUSTERED: Final = "Undecided when clustered by genre"
 """How a comparison begins to say that a mean is one of these texts more than of texts."""
 
 
@@ -249,6 +250,7 @@ class Paper(BaseModel):
 class Verdict(BaseModel):
     """What our numbers say to a claim: value with interval (None where absent), verdict, and the comparison made.
 
+    genre_low, genre_high: the interval whose unit is the genre, where there are three genres and more.
     power: of an undecided claim with a number of the paper that ours can be compared with, whether an effect as large
     would have been seen.
     """
@@ -258,11 +260,18 @@ class Verdict(BaseModel):
     value: float | None
     low: float | None = None
     high: float | None = None
+    genre_low: float | None = None
+    genre_high: float | None = None
     verdict: Literal[
         "holds", "holds in direction only", "holds by a weak stand-in", "fails", "undecided", "not measured"
     ]
     power: Literal["", "seen", "not seen"] = ""
     why: str = Field(description="one or two sentences")
+
+    @property
+    def open_by_genre(self) -> bool:
+        """Whether it is decided by the intervals over documents, and not by those over genres."""
+        return CLUSTERED in self.why
 
     @property
     def of_these_texts(self) -> str:

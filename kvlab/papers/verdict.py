@@ -7,10 +7,22 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
-from kvlab.papers.claim import DIRECTION, FAILS, FULL_ONLY, HOLDS, KINDS_DIFFER, UNDECIDED, UNMEASURED, Claim, Verdict
+from kvlab.papers.claim import (
+    CLUSTERED,
+    DIRECTION,
+    FAILS,
+    FULL_ONLY,
+    HOLDS,
+    KINDS_DIFFER,
+    UNDECIDED,
+    UNMEASURED,
+    Claim,
+    Verdict,
+)
 from kvlab.papers.uncertainty import Doubt, Lookup, Standing, ends, spread
 
 GENRE = "genre"  # METRIC/genre/GENRE is the mean of a metric over the documents of one genre
+BY_GENRE = ("genre_low", "genre_high")  # METRIC/genre_low and METRIC/genre_high: the interval of these means
 CHANCE = ("finding", "question", "control", "timing")
 """The kinds of claims that rest on samples, so that an interval says how sure they are. The others are arithmetic."""
 
@@ -39,6 +51,7 @@ def judge(
         value=known.get(claim.metric),
         low=known.get(f"{claim.metric}/low"),
         high=known.get(f"{claim.metric}/high"),
+        **{end: known.get(f"{claim.metric}/{end}") for end in BY_GENRE},
     )
     absent = sorted(claim.metrics - known.keys())
     if absent:
@@ -68,7 +81,7 @@ def judge(
             why=f"Undecided: {shown}, where the direction turns{more}. {remark}{genres}",
         )
     remark = f" {alone[0].upper()}{alone[1:]}, so that the verdict rests on the value alone." if alone else ""
-    return _decided(claim, standing is Standing.MET, value_of, told, remark + genres)
+    return _decided(claim, standing is Standing.MET, value_of, told, remark + _clustered(claim, known) + genres)
 
 
 def _decided(
@@ -123,6 +136,19 @@ def _power(claim: Claim, doubts: list[Doubt]) -> tuple[Literal["", "seen", "not 
         f"and the interval reaches {own.half:.3g} to either side."
     )
     return ("seen" if seen else "not seen"), told
+
+
+def _clustered(claim: Claim, known: Mapping[str, float]) -> str:
+    """That the direction is open by the intervals over genres; empty where it is not, or where there are none."""
+    ends = {
+        f"{name}/{end}": known[f"{name}/{by_genre}"]
+        for name in claim.direction.needs(claim.metric)
+        for end, by_genre in zip(("low", "high"), BY_GENRE, strict=True)
+        if f"{name}/{by_genre}" in known
+    }
+    clustered = {**known, **ends}
+    standing, doubts = claim.direction.standing(claim.metric, clustered.__getitem__, claim.paper_value)
+    return f" {CLUSTERED}: {doubts[0]}." if ends and standing is Standing.OPEN else ""
 
 
 def _genres(claim: Claim, known: Mapping[str, float]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,8 @@ from kvlab.core.adapter import StoreCache
 from kvlab.core.rotation import changes_within
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
+from kvlab.methods._base.needs import Draft
+from kvlab.methods._base.prompt import Prompt
 from kvlab.methods._base.repeating import Part, Repetition
 
 if TYPE_CHECKING:
@@ -29,6 +32,9 @@ Feed = Callable[[Tensor, hooks.Handler], None]
 """Runs tokens `[rows, m]` on top of prompts and leaves nothing of them. The handler's calls hold the keys and values of
 the prompt, and behind them those of the pass.
 """
+
+FeedAndChoose = Callable[[Tensor, hooks.Handler], Tensor]
+"""As `Feed`, and gives the most likely next token of each row, `[rows]`."""
 
 
 def forward(lm: LM, ids: Tensor, cache: StoreCache, positions: Tensor | None = None, logits_of: int = 1) -> Tensor:
@@ -104,6 +110,55 @@ def pseudo_queries_by_key(lm: LM, cache: StoreCache, tokens: Mapping[str, Tensor
     """Post-RoPE queries of several runs of pseudo-tokens `[m]`, each at the positions start .. start + m - 1."""
     positions = {key: torch.arange(start, start + len(ids)) for key, ids in tokens.items()}
     return {key: pseudo_queries(lm, cache, ids, positions[key])[0] for key, ids in tokens.items()}
+
+
+@torch.inference_mode()
+def draft_queries(lm: LM, cache: StoreCache, prompt: Prompt, first: Tensor, draft: Draft) -> Tensor:
+    """Post-RoPE queries `[layers, heads, tokens, head_dim]` of an answer that is drafted on top of a prefilled cache.
+
+    It leaves nothing there.
+
+    Args:
+        prompt: what the cache holds, a row for each layer.
+        first: the id of the answer's first token, `[]`.
+    """
+
+    def feed(ids: Tensor, handler: hooks.Handler) -> Tensor:
+        with hooks.hooked(lm.model, handler, pre_rope=False):
+            return forward(lm, ids[0], cache.transient()).argmax(-1)
+
+    kept = zip(draft.sees(prompt), prompt.keys, prompt.values, strict=True)
+    seen = [entries_at(*(x[None] for x in layer)) for layer in kept]
+    return torch.cat(drafted(feed, first.reshape(1), seen, draft.tokens))
+
+
+def entries_at(positions: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values `[rows, kv_heads, k, head_dim]` of the slots `positions` `[rows, kv_heads, k]`."""
+    where = positions[..., None].expand(*positions.shape, keys.shape[-1])
+    return keys.gather(2, where), values.gather(2, where)
+
+
+def drafted(feed: FeedAndChoose, first: Tensor, seen: Sequence[tuple[Tensor, Tensor]], tokens: int) -> list[Tensor]:
+    """Queries `[rows, heads, tokens, head_dim]` of a greedy answer, layer by layer: in a capture and live.
+
+    Args:
+        feed: runs the answer so far on top of the prompts.
+        first: ids of the answers' first tokens, `[rows]`.
+        seen: keys and values that the answer sees of the prompts, `[rows, kv_heads, k, head_dim]`, of each layer.
+    """
+    ids, queries = first[:, None], dict[int, Tensor]()
+
+    def attend(call: hooks.Call) -> Tensor:
+        queries[call.index], own = call.queries, call.queries.shape[2]
+        entries = zip(seen[call.index], (call.keys, call.values), strict=True)
+        keys, values = (torch.cat([kept, fed[:, :, fed.shape[2] - own :]], 2) for kept, fed in entries)
+        return replace(call, keys=keys, values=values, padding=None).attend()
+
+    while True:
+        following = feed(ids, attend)
+        if ids.shape[1] == tokens:
+            return [queries[index] for index in range(len(seen))]
+        ids = torch.cat([ids, following.to(ids)[:, None]], 1)
 
 
 @torch.inference_mode()

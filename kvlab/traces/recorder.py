@@ -14,6 +14,7 @@ from kvlab.core.geometry import geometry
 from kvlab.core.rotation import Rotation
 from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
+from kvlab.methods._base.prompt import Prompt
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
@@ -52,7 +53,8 @@ class Recorder:
     """
 
     def __init__(self, lm: LM, plan: Recording, tensors: Mapping[str, Tensor]):
-        self._first = len(plan.ids) - plan.window  # the first token whose queries are kept
+        self._length = len(plan.ids)
+        self._first = self._length - plan.window  # the first token whose queries are kept
         self.keys, self.values = tensors["keys"], tensors["values"]
         self.queries, self.pre_queries = tensors["queries"], tensors["pre_queries"]
         self.accumulated = tensors["accumulated"].zero_() if plan.accumulate else None
@@ -83,6 +85,17 @@ class Recorder:
             self.accumulated[call.index, :, :seen] += gathered
             return out
         return call.attend()
+
+    def prompt(self) -> Prompt:
+        """The end of the prefill as policies see it, one row for each layer, once the prompt has been fed."""
+        return Prompt(
+            self.queries[:, :, : self._length - self._first],
+            self.keys[:, :, : self._length],
+            self.values[:, :, : self._length],
+            tuple(range(self.layers)),
+            self.layers,
+            scaling=Softmax(self.softmax.factor, self.softmax.softcap, self.sinks),
+        )
 
     @property
     def uncompressed_bytes(self) -> int:

@@ -20,7 +20,7 @@ from kvlab.errors import KvlabError, whole
 from kvlab.inputs.corpus import Document
 from kvlab.lib import progress_bars
 from kvlab.methods import Policy, has_budget, listed, policy
-from kvlab.methods._base.needs import NOTHING
+from kvlab.methods._base.needs import NOTHING, Draft, PseudoTokens
 from kvlab.methods._base.repeating import Part, Repetition, longest
 from kvlab.traces.passes import chunk_for
 from kvlab.traces.trace import Keep
@@ -68,6 +68,7 @@ class Recording:
         accumulate: whether the attention over all prompt queries is summed.
         likelihoods: of how many of the last prompt tokens.
         pseudo: token ids by the key that a policy asks for.
+        drafts: answers that are drafted, and how many tokens each has.
         projection: whether the output projections are recorded.
         repeats: what is fed to have the model repeat its prompt, for each repetition.
         response: token ids to feed instead of the greedy ones; None for these.
@@ -81,6 +82,7 @@ class Recording:
     accumulate: bool
     likelihoods: int
     pseudo: dict[str, Tensor]
+    drafts: dict[Draft, int]
     projection: bool
     repeats: dict[Repetition, list[Part]]
     response: Tensor | None
@@ -91,7 +93,9 @@ class Recording:
         """Of all its forward passes, as `bars.layers` counts it."""
         repeated = [len(part.ids) for parts in self.repeats.values() for part in parts]
         chunks = (len(each) for each in self.ids.split(self.chunk))
-        return progress_bars.work(*chunks, *map(len, self.pseudo.values()), *repeated, *[1] * self.new_tokens)
+        drafted = [fed for tokens in self.drafts.values() for fed in range(1, tokens + 1)]
+        pseudo = map(len, self.pseudo.values())
+        return progress_bars.work(*chunks, *pseudo, *drafted, *repeated, *[1] * self.new_tokens)
 
 
 def planned(
@@ -127,10 +131,13 @@ def planned(
     if response is not None:
         response = _checked(lm, response, "response")[:new_tokens]
         new_tokens = len(response)
-    extra = pseudo_tokens(lm, ids, [*map(_roomy, listed(pseudo, "pseudo")), *served])
+    asking = [*map(_roomy, listed(pseudo, "pseudo")), *served]
+    extra = pseudo_tokens(lm, ids, asking)
+    wanted = (method.needs.pseudo for method in asking)
+    drafts = {draft: draft.tokens for draft in wanted if isinstance(draft, Draft)}
     encode = encoder(lm) if lm.tokenizer else None
     repeats = {repetition: repetition.parts(ids, encode) for repetition in needs.repetitions}
-    furthest = length + max([new_tokens, *map(len, extra.values()), *map(longest, repeats.values())])
+    furthest = length + max([new_tokens, *map(len, extra.values()), *drafts.values(), *map(longest, repeats.values())])
     if furthest > lm.context_length:
         raise KvlabError(
             f"the prompt has {length} tokens and {furthest - length} follow it, which is beyond the "
@@ -154,6 +161,7 @@ def planned(
         accumulate=accumulate,
         likelihoods=known,
         pseudo=extra,
+        drafts=drafts,
         projection=needs.projection,
         repeats=repeats,
         response=response,
@@ -172,7 +180,9 @@ def pseudo_tokens(lm: LM, ids: Tensor, policies: Sequence[Policy]) -> dict[str, 
     """
     vocabulary = hookable.text_config(lm.model).vocab_size
     wanted = (method.needs.pseudo for method in policies)
-    return {pseudo.key: pseudo.tokens(ids, vocabulary, encoder(lm)) for pseudo in wanted if pseudo}
+    return {
+        pseudo.key: pseudo.tokens(ids, vocabulary, encoder(lm)) for pseudo in wanted if isinstance(pseudo, PseudoTokens)
+    }
 
 
 def prompt_ids(lm: LM, text_or_ids: Any, chat: str | bool = "auto") -> tuple[Tensor, str]:

@@ -18,7 +18,7 @@ from kvlab.lib.devices import outside_autocast
 from kvlab.lib.files import replacing
 from kvlab.methods import Policy
 from kvlab.traces.file_draft import Draft
-from kvlab.traces.passes import forward, prefill, pseudo_queries_by_key, repeat_scores
+from kvlab.traces.passes import draft_queries, forward, prefill, pseudo_queries_by_key, repeat_scores
 from kvlab.traces.recorder import Recorder, shapes
 from kvlab.traces.recording import Options, Recording, check_keep, planned, several
 from kvlab.traces.trace import Keep, Trace
@@ -130,7 +130,7 @@ def _in_file(lm: LM, plan: Recording, chat: str | bool, path: Path) -> Trace:
         if lm.device.type == "cpu":
             wanted = shapes(lm, plan)
             layers, head_dim = wanted["keys"][0][0], wanted["keys"][0][-1]
-            keys = [plan.document, *plan.pseudo, *(each.key for each in plan.repeats)]
+            keys = [plan.document, *plan.pseudo, *(each.key for each in (*plan.drafts, *plan.repeats))]
             room = 8192 + layers * (32 * head_dim + 256) + 128 * lm.n_layers + 12 * sum(map(len, keys))
             draft = Draft(temporary, wanted, room)
             made = _run(lm, plan, chat, draft.tensors)
@@ -148,6 +148,8 @@ def _run(lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor
         logits, nll = prefill(lm, plan.ids, recorder.cache, plan.chunk, plan.likelihoods)
     recorder.prefilling = False
     pseudo = pseudo_queries_by_key(lm, recorder.cache, plan.pseudo, len(plan.ids))
+    first = logits.argmax(-1)
+    pseudo |= {each.key: draft_queries(lm, recorder.cache, recorder.prompt(), first, each) for each in plan.drafts}
     repeated = {each.key: repeat_scores(lm, recorder.cache, each, parts) for each, parts in plan.repeats.items()}
     fed = []
     with hooks.hooked(lm.model, recorder):

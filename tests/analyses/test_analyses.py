@@ -118,6 +118,20 @@ def test_findings_give_the_mean_of_each_genre():
     assert found.metrics["x/0.5/genre/squad"] == 7.0
 
 
+def test_an_interval_over_genres_counts_each_genre_once():
+    names = ["sotu/1", "sotu/2", "squad/A", "squad/B", "code/x", "code/y", "code/z"]
+    values = pandas.Series([1.0, 3.0, 4.0, 6.0, 8.0, 8.0, 8.0], index=pandas.Index(names, name="document"))
+    found = Findings(pandas.DataFrame())
+    found.add("x", values)
+    # Means 2, 5, 8: mean 5, standard error 3 / sqrt(3), and 4.3027 of these for two degrees of freedom.
+    reach = 4.302653 * 3**0.5
+    assert found.metrics["x/genre_low"] == pytest.approx(5 - reach)
+    assert found.metrics["x/genre_high"] == pytest.approx(5 + reach)
+    assert found.row("x").low > 5 - reach, "documents alone are surer"
+    found.add("x", values[:4])
+    assert not any(name.startswith("x/genre_") for name in found.metrics), "of two genres there is none"
+
+
 def test_findings_of_scores_know_their_ends():
     found = Findings(pandas.DataFrame())
     found.add("loose", [1.0, 1.0, 1.0])

@@ -78,6 +78,30 @@ def test_kinds_of_text_that_differ_by_more_than_the_effect_are_told(direction, g
 
 
 @pytest.mark.parametrize(
+    ("direction", "documents", "genres", "verdict", "marked"),
+    [
+        (PAIRED, (0.5, 0.7), (-0.2, 1.4), "holds", True),
+        (PAIRED, (0.5, 0.7), (0.1, 1.1), "holds", False),
+        (PAIRED, (-0.1, 1.3), (-0.2, 1.4), "undecided", False),
+        # Narrower over genres than over documents: the verdict is still that of the documents.
+        (PAIRED, (-0.1, 1.3), (0.1, 1.1), "undecided", False),
+        # Against another measured number, both intervals over genres count.
+        ({"kind": "greater", "than": "other"}, (0.5, 0.7), (-0.2, 1.4), "holds", True),
+        ({"kind": "all_of", "tests": [PAIRED, {"kind": "less", "than": 5.0}]}, (0.5, 0.7), (-0.2, 1.4), "holds", True),
+        (PAIRED, (0.5, 0.7), None, "holds", False),
+    ],
+)
+def test_a_verdict_that_is_open_by_genre_is_marked_and_stays(direction, documents, genres, verdict, marked):
+    metrics = {"m": 0.6, "other": 0.1} | (
+        {} if genres is None else {"m/genre_low": genres[0], "m/genre_high": genres[1]}
+    )
+    judged = judge(claim(direction=direction, size=PAIRED), metrics, {"m": documents})
+    assert judged.verdict == verdict and judged.open_by_genre is marked
+    assert ("Undecided when clustered by genre: the interval" in judged.why) is marked
+    assert (judged.genre_low, judged.genre_high) == (genres or (None, None))
+
+
+@pytest.mark.parametrize(
     ("direction", "paper_value", "interval", "power"),
     [
         # The half width is 0.2: what lies further than that from the turn would have been seen.

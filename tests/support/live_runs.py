@@ -46,6 +46,7 @@ SMALL = {
     "rerotated": dict(budget=36),
     "expected_attention": dict(budget=12, future=64),
     "kvzip": dict(budget=12, chunk=25),
+    "laq": dict(budget=14, window=4, kernel=3, answer=5, draft=20, draft_window=6),
     "leverage": dict(budget=12),
     "triattention": dict(budget=16, interval=4),
 }

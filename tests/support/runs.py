@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from matplotlib.figure import Figure
 
 from kvlab.workbench.store import database, tracking
@@ -43,6 +45,7 @@ def job(
     model: str = "toy@0",
     metric: str = "reduction/0.20",
     figure: bool = False,
+    more: Mapping[str, float] | None = None,
     **tags: object,
 ) -> str:
     """Log a run as the driver would; returns its id."""
@@ -53,7 +56,7 @@ def job(
         {"kvlab.kind": kind, "kvlab.profile": profile, "model": model, **tags},
         "toy",
     )
-    run.log({metric: value}, {metric: (value - 0.1, value + 0.1)})
+    run.log({metric: value, **(more or {})}, {metric: (value - 0.1, value + 0.1)})
     run.tag("signature", f"{model}|<script>alert(1)</script>")
     if figure:
         picture = Figure(figsize=(3, 2))

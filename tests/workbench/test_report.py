@@ -35,6 +35,8 @@ COLUMNS = [
     "finding",
     "power",
     "q",
+    "genre_low",
+    "genre_high",
     "machine",
     "why",
 ]

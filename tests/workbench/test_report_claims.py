@@ -118,6 +118,18 @@ def test_kinds_of_text_that_differ_are_marked_and_told_on_every_page(project):
     assert "texts differ" not in pages["model-large.html"]
 
 
+def test_a_verdict_that_is_undecided_when_clustered_by_genre_is_marked(project):
+    clustered = GENRES | {"reduction/0.20/genre_low": -0.4, "reduction/0.20/genre_high": 0.6}
+    pages = report.render(judged_on({"small@1": {CLAIM: clustered}, "large@2": {CLAIM: GENRES}}))
+    line = opened(pages[report.MAIN])
+    assert (
+        ">undecided when clustered by genre on 1</em>" in line and "−0.400 to 0.600 with the genre as the unit" in line
+    )
+    assert "Undecided when clustered by genre: the interval" in of_model(line, "small")
+    assert "<b>1</b> of 2 decided verdicts are undecided when the genre is the unit" in pages[report.MAIN]
+    assert "clustered by genre" not in pages["model-large.html"]
+
+
 def test_a_finding_of_one_claim_is_counted_with_no_other(text):
     shared = [claim.fact for claim in papers.claims() if claim.finding]
     alone = [claim for claim in papers.claims() if claim.finding and shared.count(claim.fact) == 1]

@@ -33,6 +33,21 @@ def test_a_kept_ledger_reads_as_the_store_does(project, tmp_path):
     assert Tally.of(again) == Tally.of(fresh)
 
 
+def test_intervals_over_genres_are_kept_and_ledgers_without_them_are_read(project, tmp_path):
+    job(0.6, more={"reduction/0.20/genre_low": -0.25, "reduction/0.20/genre_high": 1.5})
+    path = snapshots.keep(tmp_path)[0].path
+    entry = next(entry for entry in snapshots.read(path) if entry.claim.id == CLAIM)
+    assert (entry.verdict.genre_low, entry.verdict.genre_high) == (-0.25, 1.5)
+    frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
+    assert list(frame.columns[-2:]) == ["genre_low", "genre_high"]
+    frame.drop(columns=["genre_low", "genre_high"]).to_csv(path, index=False)
+    entry = next(entry for entry in snapshots.read(path) if entry.claim.id == CLAIM)
+    assert entry.verdict.genre_low is None and entry.verdict.value == 0.6
+    snapshots.keep(tmp_path)
+    entry = next(entry for entry in snapshots.read(path) if entry.claim.id == CLAIM)
+    assert (entry.verdict.genre_low, entry.verdict.genre_high) == (-0.25, 1.5)
+
+
 def test_q_is_computed_on_reading_among_the_tests_of_a_profile(project):
     """Lines of a kept file, which has no column for it: all that a profile tested count, on one model."""
     found = snapshots.every(KEPT, "smollm2-135m")

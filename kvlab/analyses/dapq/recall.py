@@ -17,7 +17,7 @@ from kvlab.analyses.findings import Findings
 from kvlab.core import ranking
 from kvlab.lib import progress_bars
 from kvlab.methods import Policy, policy
-from kvlab.methods._base.needs import NOTHING
+from kvlab.methods._base.needs import NOTHING, Draft
 from kvlab.methods._base.policy import Kernel, top_and_last
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods._base.scorer import Scorer
@@ -25,7 +25,7 @@ from kvlab.methods.dapq import DapQ
 from kvlab.methods.h2o import accumulated_scores
 from kvlab.methods.snapkv import SnapKV
 from kvlab.replays.reference import reference
-from kvlab.traces.passes import prefilled, pseudo_queries_by_key, repeat_scores
+from kvlab.traces.passes import draft_queries, prefilled, pseudo_queries_by_key, repeat_scores
 from kvlab.traces.recording import encoder, pseudo_tokens
 from kvlab.traces.trace import Trace
 
@@ -46,19 +46,25 @@ SMALL_WINDOW_LEAD = "small_window/lead_less_loss"
 SMALL_BUDGET_LEAD = "small_budget/lead_grows"
 
 
-def with_pseudo(lm: LM, trace: Trace, policies: Sequence[DapQ], start: int | None = None) -> Trace:
-    """A trace with the pseudo-queries of `policies`, or their scores with softmax="all", from its prefilled cache.
+def with_pseudo(lm: LM, trace: Trace, policies: Sequence[Policy], start: int | None = None) -> Trace:
+    """A trace with what `policies` see of passes on top of the prompt, from its prefilled cache.
 
     Args:
-        policies: their pseudo-tokens, at positions start .. start + window - 1.
-        start: the prompt's length unless given, which is where the response will be; with softmax="all" always there.
+        trace: with a greedy response where a policy drafts an answer: its first token is the draft's.
+        policies: their pseudo-tokens, at positions start .. start + window - 1; their drafts; the scores of DapQ with
+            softmax="all".
+        start: the prompt's length unless given, which is where the response will be; drafts and scores always are.
     """
     prompt, cache = ids_of(trace)[: trace.prompt_length], prefilled(trace, lm)
     tokens = pseudo_tokens(lm, prompt, policies)
     first = trace.prompt_length if start is None else start
     passes = {each.key: each for method in policies for each in getattr(method, "needs", NOTHING).repetitions}
     scores = {key: repeat_scores(lm, cache, each, each.parts(prompt, encoder(lm))) for key, each in passes.items()}
-    return replace(trace, pseudo=pseudo_queries_by_key(lm, cache, tokens, first), repeated=trace.repeated | scores)
+    pseudo = pseudo_queries_by_key(lm, cache, tokens, first)
+    for method in policies:
+        if isinstance(draft := getattr(method, "needs", NOTHING).pseudo, Draft):
+            pseudo[draft.key] = draft_queries(lm, cache, trace.prompt, ids_of(trace)[trace.prompt_length], draft)
+    return replace(trace, pseudo=pseudo, repeated=trace.repeated | scores)
 
 
 def recalls(trace: Trace, method: Policy) -> dict[str, float]:

@@ -31,12 +31,18 @@ RELEVANCE = "table7/relevance_over_h2o/least"
 MOST_OVER = "table1/most_over_{which}"
 NOT_WORSE = "table2/share_not_worse"
 LOGGED = "figure9/multinews/{method}"
+LOGGED_SHARE = "figure9/logged/{method}"
+LOGGED_TOTAL = "figure9/logged/{method}/of_all_prompts"
+LOGGED_SAVING = "figure9/logged/saving"
 MAX_AHEAD = "table4/max_over_sum/{which}"
 MAX_AHEAD_INPUTS = "table4/max_over_sum/{which}/inputs"
 WIDER = "table6/{what}/{which}"
 
 FOCUSED = ("2wmqa", "mnews", "pcnt", "prt", "qms", "tqa")
 """The data sets that section 6.1.1 names as those that ask for max fusion."""
+
+GROUP = 4
+"""Query heads for each KV head of Llama-3.1-8B, Mistral-7B and Phi-4."""
 
 DIGIT = 0.05
 """Half of the last digit of a score that is printed with one decimal."""
@@ -195,6 +201,32 @@ def logged_sizes() -> Findings:
     return findings
 
 
+def logged_shares() -> Findings:
+    """Figure 9 by the authors' published logs: shares of the full cache's entries on LongBench.
+
+    SnapKV stores a set for each query head, MorphKV and the full cache one for each KV head; keys and values alone
+    count. Each model has groups of four.
+
+    Returns:
+        Table with columns model, task, snapkv, morphkv (shares of the full cache). Metrics `figure9/logged/snapkv` and
+        `figure9/logged/morphkv`, means over Llama's data sets; `figure9/logged/snapkv/of_all_prompts` and its like, of
+        all prompts' entries together; and `figure9/logged/saving`, one less the ratio of a model's two means, averaged
+        over models.
+    """
+    rows: Any = papers.figure("morphkv", "logged_entries")
+    shares = rows[["model", "task"]].assign(
+        snapkv=GROUP * rows["snapkv"] / rows["full"], morphkv=rows["morphkv"] / rows["full"]
+    )
+    findings, means = Findings(shares), shares.groupby("model")[["snapkv", "morphkv"]].mean()
+    llama = rows[rows["model"] == "Llama"]
+    totals = llama[["full", "snapkv", "morphkv"]].mul(llama["prompts"], axis=0).sum()
+    for method, sets in {"snapkv": GROUP, "morphkv": 1}.items():
+        findings.set(LOGGED_SHARE, means.at["Llama", method], method=method)
+        findings.set(LOGGED_TOTAL, sets * totals[method] / totals["full"], method=method)
+    findings.set(LOGGED_SAVING, (1 - means["morphkv"] / means["snapkv"]).mean())
+    return findings
+
+
 def table_4() -> Findings:
     """Table 4: max fusion over sum fusion on the task that the text names, and on the six that ask for it.
 
@@ -241,6 +273,7 @@ PARTS = {
     "figure_2b": figure_2b,
     "choices_at_1_percent": choices_at_1_percent,
     "logged_sizes": logged_sizes,
+    "logged_shares": logged_shares,
     "table_2": table_2,
     "table_4": table_4,
     "table_6": table_6,

@@ -13,6 +13,7 @@ LEFT_OUT = (
     "criticalkv",
     "decoding",
     "kvzip",
+    "laq",
     "leverage",
     "merging",
     "rerotated",

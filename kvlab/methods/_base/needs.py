@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -26,6 +27,21 @@ class PseudoTokens:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """An answer that the model drafts after a prompt of which it sees a part; a policy looks at its queries.
+
+    Attributes:
+        key: the name under which a trace keeps the queries.
+        tokens: how many it drafts, greedily.
+        sees: the positions `[rows, kv_heads, k]` that the draft sees of a `Prompt`, -1 padded.
+    """
+
+    key: str
+    tokens: int
+    sees: Callable[[Any], Tensor] = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
 class Needs:
     """What a policy asks for, each only recorded where somebody does, and what it does.
 
@@ -33,7 +49,7 @@ class Needs:
         queries: how many of the last prompt queries it looks at (`Prompt.window`); None for all of them.
         accumulated: the attention summed over all prompt queries (`Prompt.accumulated`).
         perplexity: of how many of the last prompt tokens (`Prompt.perplexity`); 0 for none.
-        pseudo: pseudo-tokens (`Prompt.pseudo`).
+        pseudo: pseudo-tokens, or a draft of the answer (`Prompt.pseudo`).
         projection: the output projections of the layers (`Prompt.projection`).
         rotation: how each layer turns queries and keys by their positions (`Prompt.rotation`).
         pre_queries: the queries of the whole prompt before RoPE (`Prompt.pre_queries`).
@@ -51,7 +67,7 @@ class Needs:
     queries: int | None = 0
     accumulated: bool = False
     perplexity: int = 0
-    pseudo: PseudoTokens | None = None
+    pseudo: PseudoTokens | Draft | None = None
     projection: bool = False
     rotation: bool = False
     pre_queries: bool = False

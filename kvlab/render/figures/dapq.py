@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import matplotlib.pyplot as plt
 
 from kvlab import papers
-from kvlab.analyses.dapq import control, position, pseudo, recall
+from kvlab.analyses.dapq import control, drafted, position, pseudo, recall
 from kvlab.render import theme
 from kvlab.render.figures import plots
 
@@ -199,6 +199,30 @@ def mutual(findings: Findings) -> Figure:
     )
     ax.axhline(0, color=plots.EDGE, linewidth=1)
     plots.doublings(ax, sorted(gains["length"].unique()))
+    return figure
+
+
+def against_drafts(findings: Findings) -> Figure:
+    """What DapQ, LAQ++ and SnapKV keep: recall and the mass lost, by budget."""
+    kept, names = findings.frame(drafted.KEPT), {"dapq": "DapQ", "laq": "LAQ++", "laq_raw": "its draft alone"}
+    names["snapkv"] = "SnapKV"
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.4))
+    labels = {"recall": "recall of the gold top-k", "mass_lost": "attention mass lost"}
+    for ax, (measure, label) in zip(axes, labels.items(), strict=True):
+        part = kept.loc[kept["measure"] == measure]
+        title = "Pseudo-queries against a drafted answer" if measure == "recall" else "What is lost with the rest"
+        plots.estimates(
+            part,
+            x="budget",
+            hue="policy",
+            names=names,
+            colours=theme.colours(names),
+            xlabel=ENTRIES,
+            ylabel=label,
+            title=title,
+            ax=ax,
+        )
+        plots.doublings(ax, sorted(part["budget"].unique()))
     return figure
 
 

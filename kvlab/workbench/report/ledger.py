@@ -41,6 +41,8 @@ COLUMNS = [
     "finding",
     "power",
     "q",
+    "genre_low",
+    "genre_high",
     "machine",
     "why",
 ]
@@ -200,6 +202,8 @@ class Entry:
             "finding": finding(claim),
             "power": verdict.power,
             "q": self.q,
+            "genre_low": verdict.genre_low,
+            "genre_high": verdict.genre_high,
             "machine": self.machine,
             "why": verdict.why,
         }
@@ -401,5 +405,5 @@ def frame(judged: Iterable[Entry]) -> pandas.DataFrame:
     import pandas
 
     table = pandas.DataFrame([entry.row for entry in judged], columns=COLUMNS)
-    numbers = ["paper_value", "value", "low", "high", "q"]
+    numbers = ["paper_value", "value", "low", "high", "q", "genre_low", "genre_high"]
     return table.astype(dict.fromkeys(numbers, "float64"))

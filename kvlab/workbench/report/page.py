@@ -285,9 +285,15 @@ def _section(
 
 
 def _texts(judged: Sequence[Entry]) -> dict[str, int]:
-    """How many verdicts on findings are decided, and on how many of those kinds of text differ."""
+    """How many verdicts on findings are decided, on how many of those kinds of text differ, and how many are undecided
+    when clustered by genre.
+    """
     decided = [each.verdict for each in judged if each.group == "findings" and each.state in DECIDED]
-    return {"decided": len(decided), "differ": sum(bool(verdict.of_these_texts) for verdict in decided)}
+    return {
+        "decided": len(decided),
+        "differ": sum(bool(verdict.of_these_texts) for verdict in decided),
+        "open_by_genre": sum(verdict.open_by_genre for verdict in decided),
+    }
 
 
 def _many(judged: Sequence[Entry]) -> dict[str, int]:

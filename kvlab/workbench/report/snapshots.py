@@ -34,10 +34,10 @@ from kvlab.workbench.report.ledger_models import Subject, remarks, subjects
 from kvlab.workbench.report.provenance import Origin, seconds, thoroughness
 
 ORIGIN = ["profile", "signature", "commit", "machine", "seconds"]
-LATER = ["parameters", "remarks"]  # ledgers that were kept without these are read, too
+LATER = ["parameters", "remarks", "genre_low", "genre_high"]  # ledgers that were kept without these are read, too
 COLUMNS = ["claim", "finding", "verdict", "value", "low", "high", "power", "why", "model", *ORIGIN, *LATER]
 OWN = "kept"
-NUMBERS = ("value", "low", "high")
+NUMBERS = ("value", "low", "high", "genre_low", "genre_high")
 
 Line = dict[str, str]
 Lines = dict[tuple[str, str], Line]
@@ -70,7 +70,7 @@ def keep(folder: Path, model: str | Sequence[str] | None = None, profile: str | 
 
     Columns: claim, finding, verdict, value, low, high, power, why, model; and of the run that they come from its
     profile, signature, commit (with `+changes` where files differed from it), machine and seconds, the number of the
-    model's parameters, and remarks on what it went without.
+    model's parameters, and remarks on what it went without; genre_low and genre_high of the interval over genres.
 
     Args:
         folder: of the ledger.
@@ -153,7 +153,7 @@ def _new_lines(judged: Sequence[Entry]) -> list[Line]:
         row = {
             "claim": entry.claim.id,
             "finding": finding(entry.claim),
-            **verdict.model_dump(include={"verdict", "value", "low", "high", "power", "why"}),
+            **verdict.model_dump(include={"verdict", "power", "why", *NUMBERS}),
             "model": entry.model,
         }
         if entry.run and not _lacking(entry):

@@ -10,7 +10,7 @@ from support.drawing import bars, curves, legend, ticks, title
 from support.made_up import made_up, values
 
 from kvlab import papers
-from kvlab.analyses.dapq import control, position, pseudo, recall
+from kvlab.analyses.dapq import control, drafted, position, pseudo, recall
 from kvlab.analyses.findings import Findings
 from kvlab.render.figures import dapq as draw
 
@@ -175,6 +175,15 @@ def test_leads_with_the_same_pooling_have_a_curve_for_each_pair():
     (ax,) = draw.same_pooling(findings, 32).axes
     raw = curves(ax)["raw against raw"].points()
     assert raw == values(findings, recall.LEAD, "budget", policy="snapkv_raw") and len(curves(ax)) == 2
+
+
+def test_pseudo_queries_and_a_drafted_answer_have_a_curve_each():
+    keys = {"measure": ["recall", "mass_lost"], "policy": list(drafted.POLICIES), "budget": [64, 128]}
+    findings = made_up({drafted.KEPT: keys})
+    for ax, measure in zip(draw.against_drafts(findings).axes, keys["measure"], strict=True):
+        found = curves(ax)
+        assert set(found) == {"DapQ", "LAQ++", "its draft alone", "SnapKV"}
+        assert found["LAQ++"].points() == values(findings, drafted.KEPT, "budget", measure=measure, policy="laq")
 
 
 def test_what_mutual_attention_costs_by_the_window():

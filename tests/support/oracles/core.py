@@ -268,6 +268,24 @@ def oracle_snapkv(queries, keys, values, prompt_length, budget, window=32, kerne
     return simulate(queries, keys, values, prompt_length, lambda g: taken(keys, values, g, kept(g)))
 
 
+def oracle_laq(queries, keys, values, prompt_length, budget, draft, window=8, kernel=7):
+    """LAQ++: the drafted answer's queries `[heads, m, d]` and the window's, summed and max-pooled; the window stays."""
+    older = prompt_length - window
+
+    def kept(group):
+        if budget >= prompt_length:
+            return range(prompt_length)
+        attention = attention_over_prompt(draft, keys[:, :prompt_length])
+        raw = summed_over_group(attention, group, len(keys)).sum(axis=0)[:older]
+        if window:
+            observed, _ = window_attention(queries, keys, prompt_length, window)
+            raw = raw + summed_over_group(observed, group, len(keys)).sum(axis=0)[:older]
+        pooled = [max(raw[max(i - kernel // 2, 0) : i + kernel // 2 + 1]) for i in range(older)]
+        return top_positions(pooled, budget - window) + list(range(older, prompt_length))
+
+    return simulate(queries, keys, values, prompt_length, lambda g: taken(keys, values, g, kept(g)))
+
+
 def attention_with_each_other(pseudo, pseudo_keys, keys):
     """DapQ's pseudo-queries over the prompt's keys and those of pseudo-tokens up to their own: the prompt's part."""
     group, rows = len(pseudo) // len(keys), np.zeros((*pseudo.shape[:2], keys.shape[1]))
