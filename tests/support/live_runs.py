@@ -20,6 +20,9 @@ SMALL = {
     "pyramidkv": dict(budget=14, window=6, kernel=3),
     "zigzagkv": dict(budget=14, window=6, kernel=3),
     "dynamickv": dict(budget=14, window=6, kernel=3),
+    "cake": dict(budget=14, window=6, kernel=3),
+    "compactor": dict(budget=16, chunk=11),
+    "curdkv": dict(budget=12),
     "lacache": dict(budget=14),
     "duoattention": dict(budget=30, sinks=4, recent=8),
     "morphkv": dict(budget=14, window=6),
@@ -43,9 +46,10 @@ SMALL = {
     "expected_attention": dict(budget=12, future=64),
     "kvzip": dict(budget=12, chunk=25),
     "leverage": dict(budget=12),
+    "simlayerkv": dict(budget=24, sinks=2, recent=6),
     "triattention": dict(budget=16, interval=4),
 }
-ONE_TURN = ("adakv", "compilerkv", "expected_attention", "keyformer", "kvzip", "triattention")
+ONE_TURN = ("adakv", "compactor", "compilerkv", "expected_attention", "keyformer", "kvzip", "triattention")
 """Those that cannot compress a later turn again."""
 SEES_RESPONSE = {"oracle_attention": dict(budget=12)}
 WITHOUT_BUDGET = {"full": {}, "think": dict(window=8)}
