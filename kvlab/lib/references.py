@@ -65,12 +65,26 @@ PAPERS = {
         "2602.16284",
         "https://github.com/adamzweiger/compaction",
     ),
+    "cake": Paper(
+        "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences",
+        "Qin et al.",
+        2025,
+        "2503.12491",
+        "https://github.com/antgroup/cakekv",
+    ),
     "chunkkv": Paper(
         "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference",
         "Liu et al.",
         2025,
         "2502.00299",
         "https://github.com/NVIDIA/kvpress",
+    ),
+    "compactor": Paper(
+        "Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores",
+        "Chari and Van Durme",
+        2025,
+        "2507.08143",
+        "https://github.com/vnchari/compactor-vllm",
     ),
     "compilerkv": Paper(
         "CompilerKV: Risk-Adaptive KV Compression via Offline Experience Compilation",
@@ -85,6 +99,9 @@ PAPERS = {
         2025,
         "2502.03805",
         "https://github.com/FFY0/DefensiveKV",
+    ),
+    "curdkv": Paper(
+        "Value-Guided KV Compression for LLMs via Approximated CUR Decomposition", "Sengupta et al.", 2025, "2509.15038"
     ),
     "dapq": Paper(
         "Where Matters More Than What: Decoding-aligned KV Cache Compression via Position-aware Pseudo Queries",
@@ -169,13 +186,6 @@ PAPERS = {
         "2505.20334",
         "https://github.com/noforit/Lookahead_Q-Cache",
     ),
-    "leverage": Paper(
-        "Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores",
-        "Chari and Van Durme",
-        2025,
-        "2507.08143",
-        "https://github.com/vnchari/compactor-vllm",
-    ),
     "morphkv": Paper(
         "Dialogue Without Limits: Constant-Sized KV Caches for Extended Responses in LLMs",
         "Ghadia et al.",
@@ -217,6 +227,13 @@ PAPERS = {
         2023,
         "2305.17118",
         "https://github.com/lzcemma/Scissorhands",
+    ),
+    "simlayerkv": Paper(
+        "SimLayerKV: A Simple Framework for Layer-Level KV Cache Reduction",
+        "Zhang et al.",
+        2024,
+        "2410.13846",
+        "https://github.com/sail-sg/SimLayerKV",
     ),
     "snapkv": Paper(
         "SnapKV: LLM Knows What You are Looking for Before Generation",

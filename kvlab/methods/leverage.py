@@ -24,9 +24,9 @@ class Leverage(Scorer):
     i is the i-th diagonal entry of X (X'X)^-1 X', which is large where few other keys point its way. No query is
     needed. Every generated token is kept besides. Cost: two products of all keys with small matrices.
 
-    Choices: the leverage scores alone; the paper adds attention without a causal mask. 0.01 is added to the diagonal
-    of X'X, as in kvpress. Keys before RoPE are those of the cache, turned back. The draw depends on `seed` and the
-    layer, and is the same for all its heads.
+    Choices: the leverage scores alone; `compactor` has the whole method. 0.01 is added to the diagonal of X'X, as in
+    kvpress. Keys before RoPE are those of the cache, turned back. The draw depends on `seed` and the layer, and is the
+    same for all its heads.
 
     Parameters:
         budget: entries for each layer and KV head, or a fraction of the prompt.
@@ -38,7 +38,7 @@ class Leverage(Scorer):
     summary: ClassVar[str] = "prompt tokens whose keys before RoPE stand out among the others"
     family: ClassVar[str] = "keeps tokens of the prompt"
     kind: ClassVar[str] = "score at prefill"
-    paper: ClassVar[Paper | None] = PAPERS["leverage"]
+    paper: ClassVar[Paper | None] = PAPERS["compactor"]
 
     sketch: Annotated[int, Field(ge=1)] = 48
     seed: int = 0
@@ -55,11 +55,12 @@ class Leverage(Scorer):
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer)
         return torch.randn(head_dim, self.sketch, generator=generator, dtype=torch.float32) / math.sqrt(self.sketch)
 
-    def _leverage(self, prompt: Prompt) -> Tensor:
+    def _leverage(self, prompt: Prompt, between: slice = slice(None)) -> Tensor:
+        """Leverage scores of the tokens `between`, among themselves, `[rows, kv_heads, n]`."""
         rows = zip(prompt.keys, prompt.positions, prompt.rotation(self), prompt.layers, strict=True)
         scores = []
         for keys, positions, rotation, layer in rows:
-            before = rotation.turned_back(attention.exact(keys), positions)
+            before = rotation.turned_back(attention.exact(keys[:, between]), positions[:, between])
             before = before - before.mean(1, keepdim=True)
             sketched = before @ self.drawn(layer, keys.shape[-1]).to(before)
             # On the CPU, since not every GPU has float64, and the matrices are small.

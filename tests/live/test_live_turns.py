@@ -107,6 +107,9 @@ def test_a_second_turn_is_recompressed_or_left(tiny, name):
                 assert stored == 50 + 12 + 20 + 2 + 8
             elif name in STORE_MORE:
                 assert budget < stored <= 50 + 12 + 20 + 2 + 8
+            elif name == "simlayerkv":
+                response = 8 if turns == "recompress" else 11 + 21 + 2 + 8
+                assert 2 + 6 + response <= stored <= budget + response, "whole layers do not fill a budget"
             elif name in ("rkv", "triattention"):
                 assert budget - 4 <= stored <= budget, "it makes room for four at once"
             elif turns == "recompress":

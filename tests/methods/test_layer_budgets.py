@@ -29,11 +29,14 @@ CASES = [
     ("dynamickv", dict(budget=20, **SMALL)),
     ("dynamickv", dict(budget=20, reach=1.2, **SMALL)),
     ("dynamickv", dict(budget=37, **SMALL)),
+    ("cake", dict(budget=20, **SMALL)),
+    ("cake", dict(budget=30, window=3, kernel=3, gamma=2.5, tau1=0.4, tau2=2.3)),
+    ("cake", dict(budget=37, **SMALL)),
     ("lacache", dict(budget=16)),
     ("lacache", dict(budget=21, sinks=2, recent=0.5, span=0.5, overlap=0.0)),
 ]
 
-SEES_ALL_LAYERS = ("zigzagkv", "dynamickv")
+SEES_ALL_LAYERS = ("zigzagkv", "dynamickv", "cake")
 
 # Against the oracles
 
@@ -56,6 +59,7 @@ def test_every_layer_keeps_what_the_oracle_keeps(case, heads, kv_heads, length):
         ("dynamickv", dict(budget=48)),
         ("lacache", dict(budget=48)),
         ("dynamickv", dict(budget=0.4)),
+        ("cake", dict(budget=48)),
     ],
 )
 def test_with_the_default_parameters(name, parameters):
@@ -103,7 +107,7 @@ def test_every_generated_token_stays(name):
         assert [sets(result.stored(index, t)) for index in range(4)] == grown
 
 
-@pytest.mark.parametrize("name, parameters", [*CASES[:1], CASES[3], CASES[6], CASES[9]])
+@pytest.mark.parametrize("name, parameters", [CASES[0], CASES[3], CASES[6], CASES[12]])
 def test_measures_and_bytes_of_a_replay(name, parameters):
     prompt, steps, budget = 60, 6, parameters["budget"]
     tensors = model(24, prompt=prompt, new=steps)

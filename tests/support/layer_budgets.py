@@ -9,7 +9,7 @@ from support import oracles
 from support.tensors import exact, layer, sets, shaken
 
 SMALL = dict(window=8, kernel=5)
-SHARES = ("pyramidkv", "zigzagkv", "dynamickv")
+SHARES = ("pyramidkv", "zigzagkv", "dynamickv", "cake")
 
 
 def model(seed, heads=8, kv_heads=2, prompt=60, layers=4, new=0, n=None):

@@ -20,6 +20,9 @@ SMALL = {
     "pyramidkv": dict(budget=14, window=6, kernel=3),
     "zigzagkv": dict(budget=14, window=6, kernel=3),
     "dynamickv": dict(budget=14, window=6, kernel=3),
+    "cake": dict(budget=14, window=6, kernel=3),
+    "compactor": dict(budget=16, chunk=11),
+    "curdkv": dict(budget=12),
     "lacache": dict(budget=14),
     "duoattention": dict(budget=30, sinks=4, recent=8),
     "morphkv": dict(budget=14, window=6),
@@ -48,11 +51,13 @@ SMALL = {
     "kvzip": dict(budget=12, chunk=25),
     "laq": dict(budget=14, window=4, kernel=3, answer=5, draft=20, draft_window=6),
     "leverage": dict(budget=12),
+    "simlayerkv": dict(budget=24, sinks=2, recent=6),
     "triattention": dict(budget=16, interval=4),
 }
 ONE_TURN = (
     "adakv",
     "attention_matching",
+    "compactor",
     "compilerkv",
     "expected_attention",
     "keyformer",

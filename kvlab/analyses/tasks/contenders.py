@@ -10,13 +10,17 @@ from kvlab.methods import Policy, has_budget, policies, policy
 
 LEFT_OUT = (
     "attention_matching",
+    "cake",
+    "compactor",
     "criticalkv",
+    "curdkv",
     "decoding",
     "kvzip",
     "laq",
     "leverage",
     "merging",
     "rerotated",
+    "simlayerkv",
     "think",
     "threshold",
     "triattention",

@@ -158,6 +158,36 @@ def oracle_dynamickv(queries, keys, values, prompt_length, budget, window=32, ke
     return [best_and_window(rows, share, window, prompt_length) for rows, share in zip(scores, shares)]
 
 
+def cake_layer(queries, keys, prompt_length, window, kernel, gamma, tau1, tau2):
+    """One layer's preference, and the pooled indicators of its older tokens, a list for each KV head."""
+    attention, _ = window_attention(queries, keys, prompt_length, window)
+    older, spread, restless, indicators = prompt_length - window, 0.0, 0.0, []
+    for head in attention:
+        indicator = []
+        for token in range(older):
+            column = [head[at][token] for at in range(window)]
+            mean = sum(column) / window
+            variance = sum((weight - mean) ** 2 for weight in column) / (window - 1)
+            spread -= sum(weight * log(weight + 1e-10) for weight in column)
+            restless += variance
+            indicator.append(mean + gamma * variance)
+        indicators.append(averaged(indicator, kernel))
+    rows = []
+    for group in range(len(keys)):
+        members = heads_of(group, len(queries), len(keys))
+        rows.append([sum(indicators[head][token] for head in members) / len(members) for token in range(older)])
+    return spread ** (1 / tau1) * restless ** (1 / tau2), rows
+
+
+def oracle_cake(queries, keys, values, prompt_length, budget, window=32, kernel=5, gamma=200.0, tau1=1.0, tau2=1.0):
+    if prompt_length <= budget:
+        return everything(keys, prompt_length)
+    found = [cake_layer(q, k, prompt_length, window, kernel, gamma, tau1, tau2) for q, k in zip(queries, keys)]
+    spare = len(keys) * (budget - window)
+    shares = share_out([preference for preference, _ in found], spare, prompt_length - window)
+    return [best_and_window(rows, window + share, window, prompt_length) for (_, rows), share in zip(found, shares)]
+
+
 # Patterns
 
 
@@ -242,6 +272,34 @@ def oracle_duoattention(queries, keys, values, prompt_length, budget, sinks=None
         )
 
     return [of_layer(layer) for layer in range(len(keys))]
+
+
+def simlayerkv_laziness(queries, keys, prompt_length, sinks, recent):
+    """One layer: the last query's attention to the first and last tokens, averaged over heads."""
+    attention, _ = window_attention(queries, keys, prompt_length, 1)
+    ends = [at for at in range(prompt_length) if at < sinks or at >= prompt_length - recent]
+    return sum(row[0][at] for row in attention for at in ends) / len(attention)
+
+
+def oracle_simlayerkv(queries, keys, values, prompt_length, budget=None, threshold=0.9, sinks=4, recent=1024):
+    """Lazy are the layers above the threshold; with a budget those that are laziest, until the rest can be paid."""
+    if budget is not None:
+        recent = min(recent, max(1, budget // 2 - sinks))
+        if prompt_length <= budget:
+            return everything(keys, prompt_length)
+    if prompt_length <= sinks + recent:
+        return everything(keys, prompt_length)
+    found = [simlayerkv_laziness(q, k, prompt_length, sinks, recent) for q, k in zip(queries, keys)]
+    lazy = {layer for layer, score in enumerate(found) if score > threshold}
+    if budget is not None:
+        lazy, busiest_first = set(range(len(keys))), sorted(range(len(keys)), key=lambda layer: (found[layer], layer))
+        for layer in busiest_first:
+            spent = sum(sinks + recent if each in lazy - {layer} else prompt_length for each in range(len(keys)))
+            if spent > len(keys) * budget:
+                break
+            lazy.discard(layer)
+    ends = [*range(sinks), *range(prompt_length - recent, prompt_length)]
+    return [[ends if layer in lazy else list(range(prompt_length))] * len(keys[layer]) for layer in range(len(keys))]
 
 
 # CompilerKV

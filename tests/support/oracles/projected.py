@@ -139,6 +139,33 @@ def leverage(keys, turn_back, sketch, ridge=1e-2):
     return scores
 
 
+def compactor(queries, keys, values, turn_back, sketch, chunk=256, blend=0.5, sinks=8, recent=4):
+    """Scores [kv_heads][length]: blend x leverage + attention inside chunks, each standardised over all heads."""
+    length = keys.shape[1]
+    between = range(sinks, length - recent)
+    lever, attended = leverage(keys[:, between], lambda key, at: turn_back(key, at + sinks), sketch), []
+    for group in range(len(keys)):
+        got = dict.fromkeys(between, 0.0)
+        members = heads_of(group, len(queries), len(keys))
+        for head in members:
+            for asking in between:
+                first = sinks + (asking - sinks) // chunk * chunk
+                together = range(first, min(first + chunk, length - recent))
+                products = [np.exp(queries[head, asking] @ keys[group, at]) for at in together]
+                for at, product in zip(together, products):
+                    got[at] += product / sum(products) / len(members)
+        weighed = [got[at] * np.sqrt(values[group, at] @ values[group, at]) for at in between]
+        padded = [0.0, *weighed, 0.0]
+        attended.append([sum(padded[i : i + 3]) / 3 for i in range(len(weighed))])
+    both = np.zeros((len(keys), len(between)))
+    for weight, scores in ((blend, lever), (1.0, attended)):
+        every = [score for head in scores for score in head]
+        mean = sum(every) / len(every)
+        deviation = np.sqrt(sum((score - mean) ** 2 for score in every) / len(every))
+        both += weight * (np.array(scores) - mean) / deviation
+    return [[np.inf] * sinks + list(head) + [np.inf] * recent for head in both]
+
+
 def oracle_triattention(pre_queries, keys, prompt_length, budget, interval, frequencies, turn_back, reach):
     """Steps 0 .. T of each KV head: (read, stored). Pairs of channels i and i + pairs are complex numbers.
 

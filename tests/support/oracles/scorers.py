@@ -254,3 +254,20 @@ def oracle_rerotated(keys, kept, frequencies):
             turned.append(key)
         sets.append(np.array(turned))
     return sets
+
+
+def oracle_curdkv(keys, values, budget, sinks=4, leverage="product", local=16, drawn=None):
+    """The sinks, and the best by the squared norms of keys and values, each over the sum within its block."""
+    sets = []
+    for k, v in zip(keys, values):
+        shares = []
+        for vectors in (k, v):
+            sizes = [sum(x * x for x in (vector if drawn is None else vector @ drawn)) for vector in vectors]
+            step = local or len(sizes)
+            blocks = [sizes[start : start + step] for start in range(0, len(sizes), step)]
+            shares.append([size / sum(block) for block in blocks for size in block] if local else sizes)
+        scores = []
+        for key, value in zip(*shares):
+            scores.append({"key": key, "value": value, "mean": (key + value) / 2, "product": key * value}[leverage])
+        sets.append(top_positions([np.inf] * sinks + scores[sinks:], budget))
+    return sets
