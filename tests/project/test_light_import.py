@@ -90,10 +90,10 @@ def test_a_process_of_its_own_sets_its_variables_and_leaves_the_users(owner):
 
 
 MISTAKEN = {
-    "eval needle --policies nosuch": "unknown policy 'nosuch'; known are: adakv, chunkkv,",
+    "eval needle --policies nosuch": "unknown policy 'nosuch'; known are: adakv,",
     "bench decode --policies snapkv,snapk": "unknown policy 'snapk'; did you mean 'snapkv'",
     "bench nosuch": "unknown benchmark 'nosuch'; known are: decode,",
-    "pages --only nosuch": "unknown policy 'nosuch'; known are: adakv, chunkkv,",
+    "pages --only nosuch": "unknown policy 'nosuch'; known are: adakv,",
     "eval nosuch": "unknown task 'nosuch'; known are: aime,",
     "eval needle -p nosuch=1": "needle: unknown parameter 'nosuch'; known are: depths,",
     "eval needle -p document=nosuch": "there is no document or text file nosuch;",
