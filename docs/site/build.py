@@ -50,6 +50,7 @@ NAMES = {
             "methods._base.clock.Step",
             "methods._base.needs.Needs",
             "methods._base.needs.PseudoTokens",
+            "methods._base.needs.Draft",
         ),
         *("methods._base.repeating.Repetition", "methods._base.repeating.Part", "methods._base.prompt.Asks"),
         *("methods._base.policy.Budget", "methods.Paper", "core.ranking.top_positions"),
