@@ -11,8 +11,9 @@ from scipy import stats
 from kvlab.analyses.stand_ins.cells import RESPONSE
 from kvlab.analyses.stand_ins.correlations import BY_BUDGET, PAIRS, WITHIN
 from kvlab.papers.stand_ins import ACROSS, DOCUMENTS, LEAST_RHO, OUTCOMES
+from kvlab.render import theme
 from kvlab.render.figures import plots
-from kvlab.render.figures.many_policies import FAINT, INK, at, colour, named_rows
+from kvlab.render.figures.many_policies import FAINT, INK, at, named_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -136,17 +137,17 @@ def policies(cells: pd.DataFrame, budget: float, stand_ins: tuple[str, ...] = ("
     figure, row = plt.subplots(1, len(stand_ins), figsize=(5.1 * len(stand_ins), 4.6), sharey=True, squeeze=False)
     for ax, name in zip(row[0], stand_ins, strict=True):
         for policy, mean in means.iterrows():
-            ax.plot(mean[name], mean["above"], "o", color=colour(str(policy)), markersize=6)
+            ax.plot(mean[name], mean["above"], "o", color=theme.look(str(policy)).colour, markersize=6)
             style = {"textcoords": "offset points", "xytext": (5, 2), "fontsize": 8.5}
-            ax.annotate(str(policy), (mean[name], mean["above"]), color=colour(str(policy)), **style)
+            ax.annotate(str(policy), (mean[name], mean["above"]), color=theme.look(str(policy)).colour, **style)
         rho = cast("Any", stats.spearmanr(means[name].to_numpy(), means["above"].to_numpy())).statistic
         ax.set_xlabel(UNITS[name])
         ax.set_title(f"{NAMES[name]}: {'-' if rho < 0 else ''}{abs(rho):.2f} between the means", fontsize=10.5)
         ax.margins(x=0.16)
     row[0][0].set_ylabel(ANSWER, fontsize=9.5)
     figure.suptitle("Do policies that lose less answer better?", x=0.01, ha="left", fontweight="bold")
-    told = (
+    sentence = (
         f"means over {part['prompt'].nunique()} prompts of {part['document'].nunique()} documents, {budget:g} entries"
     )
-    figure.supxlabel(told, fontsize=9, color=FAINT)
+    figure.supxlabel(sentence, fontsize=9, color=FAINT)
     return figure
