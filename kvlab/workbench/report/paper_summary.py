@@ -100,12 +100,12 @@ def _unmeasured(count: int) -> str:
 def _counts(of_paper: Iterable[Entry], order: Sequence[Subject]) -> str:
     tallies = {model: Tally.of(mine).findings for model, mine in by_model(of_paper).items()}
     total = sum(next(iter(tallies.values())).values())
-    parts = []
+    by_subject = []
     for subject in order:
         counted = tallies[subject.name]
         parts = [f"{counted[state]} {_verb(state, counted[state])}" for state in papers.VERDICTS[:-1] if counted[state]]
-        parts.append(f"on {subject.label} {listed(parts) or 'none has been measured'}")
-    return f"Of its {total} {plural(total, 'finding')}, {'; '.join(parts)}."
+        by_subject.append(f"on {subject.label} {listed(parts) or 'none has been measured'}")
+    return f"Of its {total} {plural(total, 'finding')}, {'; '.join(by_subject)}."
 
 
 def _verb(state: str, count: int) -> str:
