@@ -81,11 +81,11 @@ def _lines(ax: Axes) -> None:
     ax.set_xlim(-1.05, 1.05)
 
 
-def within_and_across(found: Findings, outcome: str = "answer") -> Figure:
+def within_and_across(found: Findings) -> Figure:
     """For each stand-in: within one policy over budgets and prompts, and across policies at one budget."""
     ax = plots.axes(size=(8.2, 4.0))
-    across = _ordered(found.frame(ACROSS).query("outcome == @outcome"))
-    inside = found.frame(WITHIN).query("outcome == @outcome").set_index("stand_in")
+    across = _ordered(found.frame(ACROSS).query("outcome == 'answer'"))
+    inside = found.frame(WITHIN).query("outcome == 'answer'").set_index("stand_in")
     names = across["stand_in"].tolist()
     for shift, frame, label, marker in (
         (-0.14, across, "across policies, at one budget on one prompt", "o"),
@@ -97,16 +97,16 @@ def within_and_across(found: Findings, outcome: str = "answer") -> Figure:
     named_rows(ax, [NAMES[name] for name in names], [INK] * len(names), count=len(names))
     _lines(ax)
     ax.set_xlabel(RHO)
-    ax.set_title(f"More entries help each policy: is that what a stand-in predicts?\n{OUTCOMES[outcome]}", fontsize=11)
+    ax.set_title(f"More entries help each policy: is that what a stand-in predicts?\n{OUTCOMES['answer']}", fontsize=11)
     ax.legend(**plots.BELOW | {"bbox_to_anchor": (0.4, -0.18), "ncols": 1})
     plots.figure_of(ax).supxlabel(_bands("two ways"), fontsize=9, color=FAINT)
     return plots.figure_of(ax)
 
 
-def by_budget(found: Findings, outcome: str = "answer") -> Figure:
+def by_budget(found: Findings) -> Figure:
     """A line for each stand-in: the correlation across policies at each budget."""
     ax = plots.axes(size=(8.2, 4.2))
-    frame = found.frame(BY_BUDGET).query("outcome == @outcome").sort_values("budget")
+    frame = found.frame(BY_BUDGET).query("outcome == 'answer'").sort_values("budget")
     budgets = sorted(frame["budget"].unique())
     place = {budget: x for x, budget in enumerate(budgets)}
     shown = [name for name in NAMES if name in set(frame["stand_in"])]
@@ -120,17 +120,18 @@ def by_budget(found: Findings, outcome: str = "answer") -> Figure:
     ax.set_ylim(-1.05, 1.05)
     ax.set_xlabel("budget, entries for each layer and KV head")
     ax.set_ylabel("rank correlation")
-    ax.set_title(f"At which budgets does a stand-in predict?\n{OUTCOMES[outcome]}", fontsize=11)
+    ax.set_title(f"At which budgets does a stand-in predict?\n{OUTCOMES['answer']}", fontsize=11)
     ax.legend(**plots.BELOW | {"bbox_to_anchor": (0.5, -0.18), "ncols": 3})
     plots.figure_of(ax).supxlabel(_bands("across policies on one prompt"), fontsize=9, color=FAINT)
     return plots.figure_of(ax)
 
 
-def policies(cells: pd.DataFrame, budget: float, stand_ins: tuple[str, ...] = ("mass_lost", "output_error")) -> Figure:
-    """A panel for each stand-in: every policy's mean at one budget against the NLL of the right answer.
+def policies(cells: pd.DataFrame, budget: float) -> Figure:
+    """A panel for each of two stand-ins: every policy's mean at one budget against the NLL of the right answer.
 
     cells: from `cells.measure`.
     """
+    stand_ins = ["mass_lost", "output_error"]
     part = at(cells.loc[cells["kind"] != RESPONSE], budget=budget)
     part = part.assign(above=part["nll"] - part["nll_full"])
     means = cast("pd.DataFrame", part.groupby("policy")[[*stand_ins, "above"]].mean())
