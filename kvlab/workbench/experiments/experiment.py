@@ -102,10 +102,10 @@ def names() -> list[str]:
     return sorted(path.stem for path in (project.checkout() / "experiments").glob("*.yaml"))
 
 
-def longest_first() -> list[str]:
-    """The notebooks of all experiments, relative to the project, each once; the slowest in the quick profile first."""
+def longest_first(profile: str = "quick") -> list[str]:
+    """The notebooks of all experiments, relative to the project, each once; those that take longest come first."""
     loaded = [load(name) for name in names()]
-    seconds = [changes.seconds if (changes := experiment.profiles.get("quick")) else None for experiment in loaded]
+    seconds = [changes.seconds if (changes := experiment.profiles.get(profile)) else None for experiment in loaded]
     known = [estimate for estimate in seconds if estimate]
     usual = sum(known) / len(known) if known else 0
     order = sorted(range(len(loaded)), key=lambda number: -(seconds[number] or usual))
