@@ -179,7 +179,7 @@ def _ledger() -> str:
     def flips(entry: Entry) -> str:
         one = steadiness(entry)
         return (
-            f'<br><em title="{html.escape(one.told_of(entry.claim.id))}">flips {one.count}</em>'
+            f'<br><em title="{html.escape(one.sentence_of(entry.claim.id))}">flips {one.count}</em>'
             if one and one.flips
             else ""
         )

@@ -44,7 +44,7 @@ def oracle_attention(trace: Trace, budget: int) -> GivenSets:
     """
     oracle = policy("oracle_attention", budget=whole("budget", budget))
     sets = oracle.choose(trace.prompt.seen_by(oracle), budget)
-    return GivenSets(budget=budget, sets=sets.cpu(), source=oracle.name)
+    return GivenSets(budget=budget, sets=sets.cpu(), source=oracle.name, oracle=True)
 
 
 @dataclass
@@ -102,7 +102,7 @@ def oracle_effect(
     full = made.forward(_reads(made, everything), torch.ones(1, device=lm.device))
     full_loss = float(full.values[0])
     if budget == len(ids):
-        kept = GivenSets(budget=budget, sets=everything, source="oracle_effect")
+        kept = GivenSets(budget=budget, sets=everything, source="oracle_effect", oracle=True)
         return Limit(kept, full_loss, full_loss, pd.DataFrame())
     attention = torch.stack([line.attention for line in full.lines])[..., : made.prompt].cpu()
     sinks, newest = min(SINKS, budget // BASE), budget // BASE
@@ -127,7 +127,7 @@ def oracle_effect(
             best, best_loss, scores = sets, loss, fresh
         else:
             hold = (1 + hold) / 2
-    found = GivenSets(budget=budget, sets=best, source="oracle_effect")
+    found = GivenSets(budget=budget, sets=best, source="oracle_effect", oracle=True)
     return Limit(found, best_loss, full_loss, pd.DataFrame(rows))
 
 

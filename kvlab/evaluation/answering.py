@@ -139,7 +139,7 @@ def answers(
         decode_batch(lm, rows)
         each = (time.perf_counter() - start) / max(1, sum(row.steps for row in rows))
         for row in rows:
-            yield row.told(fed.ids.shape[1], prefill_seconds, each)
+            yield row.describe(fed.ids.shape[1], prefill_seconds, each)
 
 
 class _Answer(Greedy):
@@ -169,9 +169,9 @@ class _Answer(Greedy):
     def end(self, running: Session) -> None:
         self._beside = running.uncompressed_bytes
 
-    def told(self, prompt_tokens: int, prefill_seconds: float, seconds_of_a_step: float) -> dict[str, Any]:
+    def describe(self, prompt_tokens: int, prefill_seconds: float, seconds_of_a_step: float) -> dict[str, Any]:
         seconds = self._seconds + self.steps * seconds_of_a_step
-        found = told(self._lm, self.session, self.tokens, prompt_tokens, prefill_seconds, seconds)
+        found = answer_record(self._lm, self.session, self.tokens, prompt_tokens, prefill_seconds, seconds)
         return {**found, "uncompressed_bytes": self._beside}
 
 
@@ -194,7 +194,7 @@ def session_of(lm: LM, system: System, max_new_tokens: int) -> Session:
     )
 
 
-def told(
+def answer_record(
     lm: LM, session: Session, tokens: list[int], prompt_tokens: int, prefill_seconds: float, seconds: float
 ) -> dict[str, Any]:
     """What is written down of an answer that took `seconds` after the shared prefill."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvlab.core.storage import AS_IS
 from kvlab.errors import KvlabError
-from kvlab.evaluation.answering import Fed, answers, feed, generated, prefilled_for, session_of, told
+from kvlab.evaluation.answering import Fed, answer_record, answers, feed, generated, prefilled_for, session_of
 from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods import Policy
 from kvlab.tasks.base import Example
@@ -88,7 +88,7 @@ def _chat(
                 tokens = generated(lm, past, first, part)
                 # The first decoding step ends the prompt, but an answer that ends at once has none.
                 session.end_prompt()
-                made.append(told(lm, session, tokens, before, seconds, time.perf_counter() - start))
+                made.append(answer_record(lm, session, tokens, before, seconds, time.perf_counter() - start))
                 unfed = torch.tensor([tokens[past.seen - before :]], dtype=torch.int64, device=lm.device)
         yield made
 
@@ -119,7 +119,7 @@ def _requests(lm: LM, example: Example, systems: Sequence[System]) -> Iterator[l
                 first = lm.model(rest, past_key_values=own, use_cache=True, logits_to_keep=1).logits[0, -1]
                 before = own.seen
                 tokens = generated(lm, own, first, part)
-                made.append(told(lm, session, tokens, before, seconds, time.perf_counter() - start))
+                made.append(answer_record(lm, session, tokens, before, seconds, time.perf_counter() - start))
         yield made
 
 
@@ -142,7 +142,7 @@ def _requests_that_are_known(lm: LM, example: Example, systems: Sequence[System]
                 past = session.branch(read)
                 before, tokens = past.seen, generated(lm, past, logits, part)
                 session.end_prompt()
-                answers_of.append(told(lm, session, tokens, before, seconds, time.perf_counter() - start))
+                answers_of.append(answer_record(lm, session, tokens, before, seconds, time.perf_counter() - start))
     yield from made
 
 

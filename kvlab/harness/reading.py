@@ -134,26 +134,26 @@ class Reader:
 
     @torch.inference_mode()
     def _chunks(self, ids: Sequence[int], start: int, chunk: int) -> Iterator[Following | Known]:
-        """The chunks of a text from `start` on, each behind a compressed cache; one at 0 is told by the prefill."""
+        """The chunks of a text from `start` on, each behind a compressed cache; the prefill itself answers one at 0."""
         self._prefilled = None
         gathered, past, fed = shared_prefill(self.lm.model, [self.policy]), cast("Any", None), 0
         for place in range(start, len(ids) - 1, chunk):
-            told = ids[place + 1 : place + 1 + chunk]
+            expected = ids[place + 1 : place + 1 + chunk]
             if place == 0:
                 with gathered:
-                    out = self.lm.model(self._ids(ids[: len(told)]), use_cache=True)
-                past, fed = out.past_key_values, len(told)
-                yield known(out.logits[0], told, None)
+                    out = self.lm.model(self._ids(ids[: len(expected)]), use_cache=True)
+                past, fed = out.past_key_values, len(expected)
+                yield known(out.logits[0], expected, None)
                 continue
             if fed < place:
                 with gathered:
                     new = self._ids(ids[fed:place])
                     past = self.lm.model(new, past_key_values=past, use_cache=True, logits_to_keep=1).past_key_values
                 fed = place
-            with self._compress(len(told)) as session:
+            with self._compress(len(expected)) as session:
                 session.branch(past)
                 session.end_prompt()
-            yield Following(session, place + 1, place, ids[place : place + len(told)], told)
+            yield Following(session, place + 1, place, ids[place : place + len(expected)], expected)
 
     # ------------------------------------------------------------------ responses
 

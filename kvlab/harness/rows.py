@@ -54,9 +54,9 @@ class Known:
     held: Held | None
 
 
-def known(logits: Tensor, told: Sequence[int], held: Held | None) -> Known:
+def known(logits: Tensor, expected: Sequence[int], held: Held | None) -> Known:
     """Of the logits `[n, vocabulary]` that predicted n tokens."""
-    sure, wanted = logits.float().log_softmax(-1), torch.tensor(told, device=logits.device)
+    sure, wanted = logits.float().log_softmax(-1), torch.tensor(expected, device=logits.device)
     logprob = float(sure.gather(-1, wanted[:, None]).double().sum())
     return Known(logprob, bool((logits.argmax(-1) == wanted).all()), held)
 
@@ -94,7 +94,7 @@ class Following(Row):
 
     Args:
         fed: the tokens to feed.
-        told: those whose likelihood counts: what `first` predicts, where it is given, and what each fed token predicts.
+        expected: the tokens whose likelihood counts. `first`, if given, predicts one; each fed token predicts one.
         first: logits `[vocabulary]` that the prompt has predicted already.
     """
 
@@ -104,11 +104,11 @@ class Following(Row):
         prompt_tokens: int,
         compressed_tokens: int,
         fed: Sequence[int],
-        told: Sequence[int],
+        expected: Sequence[int],
         first: Tensor | None = None,
     ):
         super().__init__(session, prompt_tokens, compressed_tokens)
-        self._fed, self._told = iter(fed), iter(told)
+        self._fed, self._expected = iter(fed), iter(expected)
         self._logprob, self._greedy = 0.0, True
         if first is None:
             self.next = next(self._fed)
@@ -118,7 +118,7 @@ class Following(Row):
             self.end()
 
     def accept_logits(self, logits: Tensor) -> None:
-        one = known(logits[None], [next(self._told)], None)
+        one = known(logits[None], [next(self._expected)], None)
         self._logprob, self._greedy = self._logprob + one.logprob, self._greedy and one.greedy
         self.next = next(self._fed, None)
 

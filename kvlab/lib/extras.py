@@ -52,8 +52,8 @@ def missing(*modules: str) -> str | None:
 
 def need(*modules: str) -> None:
     """Raise KvlabError with `missing`'s sentence, if there is one."""
-    if told := missing(*modules):
-        raise KvlabError(told)
+    if advice := missing(*modules):
+        raise KvlabError(advice)
 
 
 def sentence(module: str | None) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import numpy as np
@@ -27,8 +28,15 @@ def interval(values: Iterable[float], confidence: float = 0.95) -> tuple[float, 
     if len(sample) < 2 or np.ptp(sample) == 0:
         mean = float(sample.mean()) if len(sample) else float("nan")
         return mean, mean
-    low, high = stats.t.interval(confidence, len(sample) - 1, loc=sample.mean(), scale=stats.sem(sample))
-    return float(low), float(high)
+    low, high = _quantiles(confidence, len(sample))
+    error, mean = sample.std(ddof=1) / np.sqrt(len(sample)), sample.mean()
+    return float(low * error + mean), float(high * error + mean)
+
+
+@functools.cache
+def _quantiles(confidence: float, n: int) -> tuple[float, float]:
+    """Both ends of Student's interval for `n` values, in standard errors; scipy takes half a millisecond for them."""
+    return stats.t.interval(confidence, n - 1)
 
 
 def summarise(values: Iterable[float], confidence: float = 0.95) -> tuple[float, tuple[float, float]]:

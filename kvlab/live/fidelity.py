@@ -255,7 +255,7 @@ def _running(lm: LM, tested: Sequence[Policy], ids: Tensor, followed: Tensor) ->
         return list(tested)
     trace = capture(lm, ids, response=followed[:-1], pseudo=(), policies=oracles, progress=False)
     return [
-        GivenSets(budget=each.entries(len(ids)), sets=replay(trace, each).kept_sets, source=each.name)
+        GivenSets(budget=each.entries(len(ids)), sets=replay(trace, each).kept_sets, source=each.name, oracle=True)
         if each.needs.response
         else each
         for each in tested

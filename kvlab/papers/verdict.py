@@ -46,7 +46,7 @@ def judge(
         for end, number in zip(("low", "high"), pair, strict=True)
     }
     known = {name: float(number) for name, number in {**metrics, **ranges}.items() if math.isfinite(number)}
-    told = partial(
+    outcome = partial(
         Verdict,
         value=known.get(claim.metric),
         low=known.get(f"{claim.metric}/low"),
@@ -55,59 +55,59 @@ def judge(
     )
     absent = sorted(claim.metrics - known.keys())
     if absent:
-        return told(verdict=UNMEASURED, why=claim.untested or _absent(claim, absent, bool(known)))
+        return outcome(verdict=UNMEASURED, why=claim.untested or _absent(claim, absent, bool(known)))
     value_of = known.__getitem__
     if claim.provided is not None:
         given, why = claim.provided.check(claim.metric, value_of, claim.paper_value)
         if not given:
-            return told(verdict=UNMEASURED, why=f"What this would rest on is not given: {why}.")
+            return outcome(verdict=UNMEASURED, why=f"What this would rest on is not given: {why}.")
     if claim.kind == "recomputed":
-        return _recomputed(claim, value_of, told)
+        return _recomputed(claim, value_of, outcome)
     if claim.kind not in CHANCE:
         passed, _ = claim.direction.check(claim.metric, value_of, claim.paper_value)
-        return _decided(claim, passed, value_of, told)
+        return _decided(claim, passed, value_of, outcome)
     alone = _alone(claim, value_of)
     if alone and claim.kind == "timing":
-        return told(verdict=UNDECIDED, why=f"Undecided: {alone}, and one round of a timing says nothing.")
+        return outcome(verdict=UNDECIDED, why=f"Undecided: {alone}, and one round of a timing says nothing.")
     genres = _genres(claim, known)
     standing, doubts = claim.direction.standing(claim.metric, value_of, claim.paper_value)
     if standing is Standing.OPEN:
         shown = "; ".join(str(doubt) for doubt in doubts[:3])
         more = f"; so do {len(doubts) - 3} more" if len(doubts) > 3 else ""
         power, remark = _power(claim, doubts)
-        return told(
+        return outcome(
             verdict=UNDECIDED,
             power=power,
             why=f"Undecided: {shown}, where the direction turns{more}. {remark}{genres}",
         )
     remark = f" {alone[0].upper()}{alone[1:]}, so that the verdict rests on the value alone." if alone else ""
-    return _decided(claim, standing is Standing.MET, value_of, told, remark + _clustered(claim, known) + genres)
+    return _decided(claim, standing is Standing.MET, value_of, outcome, remark + _clustered(claim, known) + genres)
 
 
 def _decided(
-    claim: Claim, right_way: bool, value_of: Lookup, told: Callable[..., Verdict], remark: str = ""
+    claim: Claim, right_way: bool, value_of: Lookup, outcome: Callable[..., Verdict], remark: str = ""
 ) -> Verdict:
     direction = claim.direction.check(claim.metric, value_of, claim.paper_value)[1]
     right_size, size = claim.size.check(claim.metric, value_of, claim.paper_value)
     if not right_way:
-        return told(verdict=FAILS, why=f"Direction missed: {direction}.{remark}")
+        return outcome(verdict=FAILS, why=f"Direction missed: {direction}.{remark}")
     if not right_size:
         missed = "missed" if claim.comparable else "not compared"
         why = f"Direction met: {direction}. Size {missed}: {size.rstrip('.')}.{remark}"
-        return told(verdict=DIRECTION, why=why)
+        return outcome(verdict=DIRECTION, why=why)
     if claim.direction_alone:
         why = f"Direction met: {direction}. Size not compared: {claim.stands_in.rstrip('.')}.{remark}"
-        return told(verdict=DIRECTION, why=why)
+        return outcome(verdict=DIRECTION, why=why)
     also = "" if size == direction else f" Size met: {size}."
-    return told(verdict=HOLDS, why=f"Direction met: {direction}.{also}{remark}")
+    return outcome(verdict=HOLDS, why=f"Direction met: {direction}.{also}{remark}")
 
 
-def _recomputed(claim: Claim, value_of: Lookup, told: Callable[..., Verdict]) -> Verdict:
+def _recomputed(claim: Claim, value_of: Lookup, outcome: Callable[..., Verdict]) -> Verdict:
     """Arithmetic agrees with what the paper says, or does not."""
     tests = [test.check(claim.metric, value_of, claim.paper_value) for test in (claim.direction, claim.size)]
     reasons = [why for passed, why in tests if not passed] or [why for _, why in tests]
     verdict = HOLDS if all(passed for passed, _ in tests) else FAILS
-    return told(verdict=verdict, why=f"Recomputed: {'; '.join(dict.fromkeys(reasons))}.")
+    return outcome(verdict=verdict, why=f"Recomputed: {'; '.join(dict.fromkeys(reasons))}.")
 
 
 def _alone(claim: Claim, value_of: Lookup) -> str:
@@ -130,12 +130,12 @@ def _power(claim: Claim, doubts: list[Doubt]) -> tuple[Literal["", "seen", "not 
         return "", f"From there, effects of more than {doubts[0].half:.3g} would have been seen."
     distance = abs(claim.paper_value - own.turn)
     seen = distance > own.half
-    told = (
+    sentence = (
         f"An effect as large as the paper's would {'' if seen else 'not '}have been seen: "
         f"its {claim.paper_value:.4g} lies {distance:.3g} from there, "
         f"and the interval reaches {own.half:.3g} to either side."
     )
-    return ("seen" if seen else "not seen"), told
+    return ("seen" if seen else "not seen"), sentence
 
 
 def _clustered(claim: Claim, known: Mapping[str, float]) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from kvlab.methods import Policy
+from kvlab.methods._base.given_sets import GivenSets
 from kvlab.methods.random import Random
 
 GAPS = {"mass_gap_closed": "mass_lost", "error_gap_closed": "output_error"}
@@ -14,7 +15,7 @@ GAPS = {"mass_gap_closed": "mass_lost", "error_gap_closed": "output_error"}
 
 def is_oracle(policy: Policy) -> bool:
     """Whether it sees the response, or holds sets that an oracle has found."""
-    return policy.needs.response or getattr(policy, "source", "").startswith("oracle")
+    return policy.needs.response or (isinstance(policy, GivenSets) and policy.oracle)
 
 
 def gaps_closed(losses: Sequence[tuple[Policy, float | None, float]]) -> list[float]:

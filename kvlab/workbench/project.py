@@ -85,9 +85,9 @@ def other_version() -> str | None:
     return f"kvlab {maker} made this workspace, and kvlab {version()} runs it"
 
 
-def commit(folder: Path | None = None) -> str | None:
+def commit() -> str | None:
     """The git commit of the project, with "+changes" if its tracked files differ from it; None without git."""
-    folder = folder or root()
+    folder = root()
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=10)
         if head.returncode:

@@ -30,18 +30,16 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Without
 """
 
 
-@pytest.fixture
-def base(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
     """base(*words) runs Python with them in an empty folder, where the extras are not installed."""
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook" / "sitecustomize.py").write_text(BLOCKED, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "hook"), str(ROOT)]))
-    for name in ("KVLAB_ROOT", "MLFLOW_TRACKING_URI"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "here").mkdir()
+    hook, here = tmp_path_factory.mktemp("hook"), tmp_path_factory.mktemp("here")
+    (hook / "sitecustomize.py").write_text(BLOCKED, encoding="utf-8")
+    around = {name: value for name, value in os.environ.items() if name not in ("KVLAB_ROOT", "MLFLOW_TRACKING_URI")}
+    around["PYTHONPATH"] = os.pathsep.join([str(hook), str(ROOT)])
 
     def run(*words: str) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path / "here")
+        return subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=here, env=around)
 
     return run
 
@@ -64,37 +62,71 @@ for needed in (lambda: explorer.panel, lambda: session.records.save("t.parquet")
 """
 
 
+LISTS = [f"list {what}" for what in ("policies", "storages", "models", "tasks", "claims")]
+SCORES = [f"score {task} answers.jsonl" for task in ("qasper", "gov_report", "vcsum")]
+BENCH = (
+    "bench decode --shape tiny-llama-gqa --contexts 64 --new-tokens 2 --repeats 1 --policies streamingllm --budget 32"
+)
+DOCTOR = "doctor --json"
+# One process imports torch once for all commands. It prints the code, the output and the errors of each.
+ANSWERED = """
+import contextlib, io, json, sys
+from kvlab import cli
+for line in sys.argv[1:]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try: cli.main(line.split())
+        except SystemExit as left: code = left.code
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def answered(base, tmp_path_factory):
+    """The exit code, the output and the errors of each command that needs no extra."""
+    answers = tmp_path_factory.mktemp("answers") / "answers.jsonl"
+    line = {"pred": "the old ferry", "answers": ["old ferry"], "all_classes": None}
+    answers.write_text(json.dumps(line) + "\n", encoding="utf-8")
+    asked = [*LISTS, *SCORES, BENCH, DOCTOR]
+    done = base("-c", ANSWERED, *(one.replace("answers.jsonl", str(answers)) for one in asked))
+    assert done.returncode == 0, done.stderr
+    return dict(zip(asked, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
 def test_a_capture_a_replay_and_a_live_run_need_no_extra(base):
     done = base("-c", REPLAYED)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "ipywidgets is not installed: pip install 'kvlab[lab]'"
 
 
-@pytest.mark.parametrize("what", ["policies", "storages", "models", "tasks", "claims"])
-def test_lists_need_no_extra(base, what):
-    done = base("-m", "kvlab", "list", what)
-    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+@pytest.mark.parametrize("asked", LISTS)
+def test_lists_need_no_extra(answered, asked):
+    code, out, err = answered[asked]
+    assert code == 0 and out.strip(), err
 
 
-def test_a_score_needs_no_extra(base, tmp_path):
-    line = {"pred": "the old ferry", "answers": ["old ferry"], "all_classes": None}
-    for task in ("qasper", "gov_report", "vcsum"):
-        (tmp_path / "answers.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
-        done = base("-m", "kvlab", "score", task, str(tmp_path / "answers.jsonl"))
-        assert done.returncode == 0 and json.loads(done.stdout)["n"] == 1, done.stderr
+@pytest.mark.parametrize("asked", SCORES)
+def test_a_score_needs_no_extra(answered, asked):
+    code, out, err = answered[asked]
+    assert code == 0 and json.loads(out)["n"] == 1, err
 
 
-def test_an_evaluation_needs_no_extra_unless_its_log_is_asked_for(base, tmp_path):
+def test_bench_needs_no_extra(answered):
+    code, out, err = answered[BENCH]
+    assert code == 0 and "streamingllm" in out, err
+
+
+def test_doctor_says_what_is_not_installed_and_finds_nothing_wrong(answered):
+    found = {finding["what"]: finding for finding in json.loads(answered[DOCTOR][1])}
+    assert found["store"]["state"] == found["jupyter"]["state"] == "remark"
+    assert found["store"]["mend"] == "pip install 'kvlab[lab]'"
+
+
+def test_an_evaluation_whose_log_is_asked_for_names_the_extra(base):
     asked = ["-m", "kvlab", "eval", "arithmetic", "--model", "random:tiny-llama-gqa", "--limit", "1"]
     done = base(*asked, "--log")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "kvlab: MLflow is not installed: pip install 'kvlab[lab]'\n"
-
-
-def test_bench_needs_no_extra(base):
-    asked = "--shape tiny-llama-gqa --contexts 64 --new-tokens 2 --repeats 1 --policies streamingllm --budget 32"
-    done = base("-m", "kvlab", "bench", "decode", *asked.split())
-    assert done.returncode == 0 and "streamingllm" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -122,13 +154,6 @@ def test_the_lab_names_its_extra(base):
 def test_a_notebooks_first_line_names_the_extra(base):
     told = "from kvlab.workbench.store import tracking\ntry: tracking.client()\nexcept Exception as error: print(error)"
     assert base("-c", told).stdout == "MLflow is not installed: pip install 'kvlab[lab]'\n"
-
-
-def test_doctor_says_what_is_not_installed_and_finds_nothing_wrong(base):
-    done = base("-m", "kvlab", "doctor", "--json")
-    found = {finding["what"]: finding for finding in json.loads(done.stdout)}
-    assert found["store"]["state"] == found["jupyter"]["state"] == "remark"
-    assert found["store"]["mend"] == "pip install 'kvlab[lab]'"
 
 
 def test_the_extras_are_those_of_the_project():

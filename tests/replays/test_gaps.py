@@ -22,8 +22,8 @@ def by_hand() -> kvlab.Trace:
     return kvlab.Trace.from_tensors(torch.ones(1, 1, 5, 1), keys, values, 4, scaling=1.0)
 
 
-def keeping(*positions: int, source: str = "") -> GivenSets:
-    return GivenSets(budget=len(positions), sets=torch.tensor([[positions]]), source=source)
+def keeping(*positions: int, oracle: bool = False) -> GivenSets:
+    return GivenSets(budget=len(positions), sets=torch.tensor([[positions]]), oracle=oracle)
 
 
 def losses(kept: list[int]) -> tuple[float, float]:
@@ -51,7 +51,7 @@ def test_a_policy_in_the_middle_closes_half_of_the_gap():
 def test_seeds_are_averaged_and_sinks_and_the_best_oracle_count():
     drawn = [(kvlab.policy("random", budget=2, seed=seed), 2, loss) for seed, loss in enumerate((0.9, 0.5))]
     sinks = [(kvlab.policy("random", budget=2, seed=seed, sinks=1), 2, loss) for seed, loss in enumerate((0.6, 0.4))]
-    ends = [(keeping(0, 1, source="oracle_effect"), 2, 0.2), (kvlab.policy("oracle_attention", budget=2), 2, 0.3)]
+    ends = [(keeping(0, 1, oracle=True), 2, 0.2), (kvlab.policy("oracle_attention", budget=2), 2, 0.3)]
     mine = [(keeping(0, 3), 2, 0.35)]
     assert gaps_closed([*drawn, *ends, *mine])[-1] == pytest.approx((0.7 - 0.35) / (0.7 - 0.2))
     assert gaps_closed([*drawn, *sinks, *ends, *mine])[-1] == pytest.approx((0.5 - 0.35) / (0.5 - 0.2))

@@ -30,7 +30,7 @@ def test_both_moments_of_a_board_stand_side_by_side():
     (first, (think,)), (second, (snapkv,)) = table.rows
     assert (first, second) == ("think", "snapkv"), "what takes no budget is there, and the best comes first"
     assert (snapkv.read.score, snapkv.held.score, snapkv.clear, think.clear) == (80, 20, -1, 0)
-    assert table.losing == [(1, 2)] and table.told == "clearly more lost with it held back: 1 of 2 policies on a"
+    assert table.losing == [(1, 2)] and table.description == "clearly more lost with it held back: 1 of 2 policies on a"
 
 
 @pytest.mark.parametrize(

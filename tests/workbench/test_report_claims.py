@@ -11,7 +11,7 @@ from support.report_pages import CLAIM, judged_on, opened
 from kvlab import papers
 from kvlab.papers.tests import NotCompared
 from kvlab.workbench.report import page as report
-from kvlab.workbench.report.evidence import told_of
+from kvlab.workbench.report.evidence import origin_of
 from kvlab.workbench.store.signatures import documents
 
 HALF = "zsmerge.figure4.reduction_50"
@@ -97,9 +97,9 @@ def test_each_model_says_what_its_number_comes_from(text):
 
 def test_what_nothing_is_known_of_is_left_out(project):
     (entry,) = [entry for entry in judged_on({"small@1": {CLAIM: {"reduction/0.20": 0.6}}}) if entry.measured]
-    assert told_of(entry) == "quick profile, 3 documents, commit 0123456789, 95 s"
+    assert origin_of(entry) == "quick profile, 3 documents, commit 0123456789, 95 s"
     bare = replace(entry.kept, signature="small@1|toy(x=1)|0|kvlab 0.1.0", seconds=None, commit="")
-    assert told_of(replace(entry, kept=bare)) == "quick profile"
+    assert origin_of(replace(entry, kept=bare)) == "quick profile"
 
 
 GENRES = {"reduction/0.20": 0.1, "reduction/0.20/low": 0.05, "reduction/0.20/high": 0.15} | {

@@ -82,7 +82,7 @@ def test_models_stand_in_the_order_of_their_sizes(project, monkeypatch):
     job(0.3, model="known@0", parameters=630_000_000)
     (catalogued,) = [subject for subject in subjects(report.entries()) if subject.name == "known@0"]
     assert catalogued.parameters == 500_000_000, "its file may hold a matrix twice"
-    assert found[2].told == "8B parameters; 32 layers; float32" and found[3].told == ""
+    assert found[2].description == "8B parameters; 32 layers; float32" and found[3].description == ""
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_a_change_of_the_word_is_told_from_a_turn():
     one = steady("holds", "holds in direction only", "undecided", "fails", "holds", "not measured")
     assert [cell.verdict for cell in one.flips] == ["holds in direction only", "undecided", "fails"]
     assert [cell.verdict for cell in one.turns] == ["fails"] and one.count == "3 of 4"
-    assert "flips in 3 of 4 other runs, 1 of them from holding to failing or back" in one.told
+    assert "flips in 3 of 4 other runs, 1 of them from holding to failing or back" in one.sentence
     back = steady("fails", "holds in direction only", "undecided", "fails", seeds=("0", "1"))
     assert (back.count, [cell.verdict for cell in back.turns]) == ("2 of 3", ["holds in direction only"])
     open_first = steady("undecided", "fails", seeds=("0",))
@@ -56,13 +56,13 @@ def test_a_claim_of_several_tells_its_own_verdicts_before_the_findings():
             *lines("fails", "undecided", seeds=("0",), claim=other),
         ]
     )
-    own, of_finding = one.told_of(CLAIM).split(". ")
+    own, of_finding = one.sentence_of(CLAIM).split(". ")
     assert "its verdict stays in the other run: holds (mixed/8, seed 0); holds (mixed/8b, seed 0)" in own
     assert "the finding's verdict, that of its weakest claim, flips in 1 of 1 other run: fails (mix" in of_finding
-    assert "its verdict, as its finding's, flips in 1 of 1" in one.told_of(other)
-    assert "the verdict of its finding flips" in one.told_of("zsmerge.figure4.reduction_05"), "not measured again"
+    assert "its verdict, as its finding's, flips in 1 of 1" in one.sentence_of(other)
+    assert "the verdict of its finding flips" in one.sentence_of("zsmerge.figure4.reduction_05"), "not measured again"
     (alone,) = stability.measured(lines("holds", "holds", seeds=("0",)))
-    assert alone.told_of(CLAIM) == alone.told
+    assert alone.sentence_of(CLAIM) == alone.sentence
 
 
 def test_a_claim_that_has_no_seed_stands_in_the_cells_of_every_seed():

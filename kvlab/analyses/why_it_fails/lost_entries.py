@@ -59,7 +59,6 @@ DISTANCES = (16, 64, 256, 1024)
 FIRST = f"first {SINKS}"
 GRID = np.geomspace(1e-4, 1, 41)
 """Shares of the evicted entries at which curves are read."""
-KEYS = [DOCUMENT, "policy", "budget"]
 
 
 class Measured(NamedTuple):

@@ -20,6 +20,7 @@ class GivenSets(Policy):
         budget: entries for each layer and KV head.
         sets: int64 `[layers, kv_heads, n]`, ascending, -1 padded, a set for each layer that a policy compresses.
         source: what chose them, in a few words.
+        oracle: whether they were chosen with a view of the response.
     """
 
     name: ClassVar[str] = "given_sets"
@@ -31,6 +32,7 @@ class GivenSets(Policy):
     budget: Budget
     sets: InstanceOf[Tensor]
     source: str = ""
+    oracle: bool = False
 
     def __str__(self) -> str:
         mark = hashlib.sha256(self.sets.cpu().numpy().tobytes()).hexdigest()[:8]

@@ -22,11 +22,6 @@ INK, FAINT, AXIS = theme.INK, theme.FAINT, theme.EDGE
 BETTER, WORSE = theme.BETTER, theme.WORSE
 
 
-def colour(policy: str) -> str:
-    """The colour of a policy, whose name is the first word of `policy`: of its family's hue."""
-    return theme.look(policy).colour
-
-
 def spread_out(preferred: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Places for labels, each as near as possible to its wanted place, at least `gap` apart and within low .. high.
 
@@ -85,10 +80,10 @@ def dots(
     ax = plots.axes(ax, (6.4, 0.9 + 0.29 * len(table)))
     rows = table.to_dict("records")
     for y, row in enumerate(rows):
-        tint = colour(row["policy"]) if ours else plots.PAPER
+        tint = theme.look(row["policy"]).colour if ours else plots.PAPER
         interval = row.get("low", row["value"]), row.get("high", row["value"])
         dot(ax, y, row["value"], interval, tint, "{:.2f}", marker="o" if ours else "D")
-    named_rows(ax, [row["policy"] for row in rows], [colour(row["policy"]) if ours else INK for row in rows])
+    named_rows(ax, [row["policy"] for row in rows], [theme.look(row["policy"]).colour if ours else INK for row in rows])
     if reference:
         ax.axvline(reference[0], color=FAINT, linewidth=1, linestyle=":")
         ax.annotate(

@@ -11,8 +11,9 @@ from scipy import stats
 from kvlab.analyses.stand_ins.cells import RESPONSE
 from kvlab.analyses.stand_ins.correlations import BY_BUDGET, PAIRS, WITHIN
 from kvlab.papers.stand_ins import ACROSS, DOCUMENTS, LEAST_RHO, OUTCOMES
+from kvlab.render import theme
 from kvlab.render.figures import plots
-from kvlab.render.figures.many_policies import FAINT, INK, at, colour, named_rows
+from kvlab.render.figures.many_policies import FAINT, INK, at, named_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,11 +81,11 @@ def _lines(ax: Axes) -> None:
     ax.set_xlim(-1.05, 1.05)
 
 
-def within_and_across(found: Findings, outcome: str = "answer") -> Figure:
+def within_and_across(found: Findings) -> Figure:
     """For each stand-in: within one policy over budgets and prompts, and across policies at one budget."""
     ax = plots.axes(size=(8.2, 4.0))
-    across = _ordered(found.frame(ACROSS).query("outcome == @outcome"))
-    inside = found.frame(WITHIN).query("outcome == @outcome").set_index("stand_in")
+    across = _ordered(found.frame(ACROSS).query("outcome == 'answer'"))
+    inside = found.frame(WITHIN).query("outcome == 'answer'").set_index("stand_in")
     names = across["stand_in"].tolist()
     for shift, frame, label, marker in (
         (-0.14, across, "across policies, at one budget on one prompt", "o"),
@@ -96,16 +97,16 @@ def within_and_across(found: Findings, outcome: str = "answer") -> Figure:
     named_rows(ax, [NAMES[name] for name in names], [INK] * len(names), count=len(names))
     _lines(ax)
     ax.set_xlabel(RHO)
-    ax.set_title(f"More entries help each policy: is that what a stand-in predicts?\n{OUTCOMES[outcome]}", fontsize=11)
+    ax.set_title(f"More entries help each policy: is that what a stand-in predicts?\n{OUTCOMES['answer']}", fontsize=11)
     ax.legend(**plots.BELOW | {"bbox_to_anchor": (0.4, -0.18), "ncols": 1})
     plots.figure_of(ax).supxlabel(_bands("two ways"), fontsize=9, color=FAINT)
     return plots.figure_of(ax)
 
 
-def by_budget(found: Findings, outcome: str = "answer") -> Figure:
+def by_budget(found: Findings) -> Figure:
     """A line for each stand-in: the correlation across policies at each budget."""
     ax = plots.axes(size=(8.2, 4.2))
-    frame = found.frame(BY_BUDGET).query("outcome == @outcome").sort_values("budget")
+    frame = found.frame(BY_BUDGET).query("outcome == 'answer'").sort_values("budget")
     budgets = sorted(frame["budget"].unique())
     place = {budget: x for x, budget in enumerate(budgets)}
     shown = [name for name in NAMES if name in set(frame["stand_in"])]
@@ -119,34 +120,35 @@ def by_budget(found: Findings, outcome: str = "answer") -> Figure:
     ax.set_ylim(-1.05, 1.05)
     ax.set_xlabel("budget, entries for each layer and KV head")
     ax.set_ylabel("rank correlation")
-    ax.set_title(f"At which budgets does a stand-in predict?\n{OUTCOMES[outcome]}", fontsize=11)
+    ax.set_title(f"At which budgets does a stand-in predict?\n{OUTCOMES['answer']}", fontsize=11)
     ax.legend(**plots.BELOW | {"bbox_to_anchor": (0.5, -0.18), "ncols": 3})
     plots.figure_of(ax).supxlabel(_bands("across policies on one prompt"), fontsize=9, color=FAINT)
     return plots.figure_of(ax)
 
 
-def policies(cells: pd.DataFrame, budget: float, stand_ins: tuple[str, ...] = ("mass_lost", "output_error")) -> Figure:
-    """A panel for each stand-in: every policy's mean at one budget against the NLL of the right answer.
+def policies(cells: pd.DataFrame, budget: float) -> Figure:
+    """A panel for each of two stand-ins: every policy's mean at one budget against the NLL of the right answer.
 
     cells: from `cells.measure`.
     """
+    stand_ins = ["mass_lost", "output_error"]
     part = at(cells.loc[cells["kind"] != RESPONSE], budget=budget)
     part = part.assign(above=part["nll"] - part["nll_full"])
     means = cast("pd.DataFrame", part.groupby("policy")[[*stand_ins, "above"]].mean())
     figure, row = plt.subplots(1, len(stand_ins), figsize=(5.1 * len(stand_ins), 4.6), sharey=True, squeeze=False)
     for ax, name in zip(row[0], stand_ins, strict=True):
         for policy, mean in means.iterrows():
-            ax.plot(mean[name], mean["above"], "o", color=colour(str(policy)), markersize=6)
+            ax.plot(mean[name], mean["above"], "o", color=theme.look(str(policy)).colour, markersize=6)
             style = {"textcoords": "offset points", "xytext": (5, 2), "fontsize": 8.5}
-            ax.annotate(str(policy), (mean[name], mean["above"]), color=colour(str(policy)), **style)
+            ax.annotate(str(policy), (mean[name], mean["above"]), color=theme.look(str(policy)).colour, **style)
         rho = cast("Any", stats.spearmanr(means[name].to_numpy(), means["above"].to_numpy())).statistic
         ax.set_xlabel(UNITS[name])
         ax.set_title(f"{NAMES[name]}: {'-' if rho < 0 else ''}{abs(rho):.2f} between the means", fontsize=10.5)
         ax.margins(x=0.16)
     row[0][0].set_ylabel(ANSWER, fontsize=9.5)
     figure.suptitle("Do policies that lose less answer better?", x=0.01, ha="left", fontweight="bold")
-    told = (
+    sentence = (
         f"means over {part['prompt'].nunique()} prompts of {part['document'].nunique()} documents, {budget:g} entries"
     )
-    figure.supxlabel(told, fontsize=9, color=FAINT)
+    figure.supxlabel(sentence, fontsize=9, color=FAINT)
     return figure

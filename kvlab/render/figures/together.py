@@ -18,7 +18,6 @@ from kvlab.render.figures import plots
 from kvlab.render.figures.many_policies import (
     FAINT,
     INK,
-    colour,
     dot,
     in_row,
     named_rows,
@@ -67,7 +66,7 @@ def pareto(measured: pd.DataFrame, side: str, limit: pd.DataFrame | None = None)
         ax.plot(
             part["bytes"] / 2**20,
             part["value"],
-            color=colour(str(name)),
+            color=theme.look(str(name)).colour,
             marker="o",
             markersize=4,
             linewidth=2 if highlighted else 1.2,
@@ -124,7 +123,7 @@ def _names_at_the_side(ax: Axes, drawn: pd.DataFrame) -> None:
     ends = (np.log(last["value"].to_numpy()) - np.log(low)) / (np.log(high) - np.log(low))
     ys = spread_out(ends.tolist(), 0.042, 0.0, 1.0)
     for row, y in zip(last.to_dict("records"), ys, strict=True):
-        tint = colour(row["policy"])
+        tint = theme.look(row["policy"]).colour
         line = {"arrowstyle": "-", "color": tint, "linewidth": 0.6, "alpha": 0.6, "shrinkA": 1, "shrinkB": 3}
         ax.annotate(
             row["policy"],
@@ -186,9 +185,9 @@ def at_equal_bytes(
                 in_row(ax, y, f"–  {row['reason']}", fontsize=9.5, color=FAINT, style="italic")
             else:
                 interval = row[f"{measure}_low"], row[f"{measure}_high"]
-                dot(ax, y, row[measure], interval, colour(row["policy"]), "{:.3f}")
+                dot(ax, y, row[measure], interval, theme.look(row["policy"]).colour, "{:.3f}")
         policies = [row["policy"] for row in rows]
-        named_rows(ax, policies, [colour(name) for name in policies], count=count)
+        named_rows(ax, policies, [theme.look(name).colour for name in policies], count=count)
         if limit is not None:
             # Beside the dots; without a line where the oracle was not measured at these bytes.
             bottom = sum(not row["reason"] for row in rows) - 0.5
@@ -219,7 +218,7 @@ def measures_table(table: pd.DataFrame, *, caption: str) -> Styler:
     lowest = [MEASURES[measure] for measure in equal_bytes.BETTER_LOW]
     best = values.max().where(~values.columns.isin(lowest), values.min())
     bold = (values == best).replace({True: "font-weight: bold", False: ""})
-    tint = [f"color: {colour(row['policy'])}; font-weight: bold" for row in rows]
+    tint = [f"color: {theme.look(row['policy']).colour}; font-weight: bold" for row in rows]
     return (
         shown.style.apply(lambda _: bold, axis=None, subset=list(MEASURES.values()))
         .apply(lambda _: tint, subset=["policy"])

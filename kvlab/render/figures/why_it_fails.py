@@ -198,12 +198,12 @@ def _costs(lifts: pandas.DataFrame, group: str) -> str:
     return {"kind": "No kind of token stands out", "distance": "No distance stands out"}[group]
 
 
-def missed(keepers: pandas.DataFrame, found: Findings, budget: float, policy: str = "snapkv") -> Figure:
+def missed(keepers: pandas.DataFrame, found: Findings, budget: float) -> Figure:
     """Left who keeps the entries whose loss costs each policy most; right the same of one policy, against chance."""
     figure, (left, right) = plt.subplots(1, 2, figsize=BESIDE_A_MAP)
     rows = at(keepers, budget=budget)
     names = _policies(rows)
-    policy = policy if policy in names else names[0]
+    policy = "snapkv" if "snapkv" in names else names[0]
     matrix = 100 * rows.pivot_table(index="policy", columns="keeper", values="kept").loc[names, names]
     labels = [look(name)[0] for name in names]
     top = 10 * np.ceil(matrix.to_numpy().max() / 10)

@@ -187,8 +187,8 @@ def _export_once() -> None:
 
     from kvlab.workbench.jobs import worker
 
-    told = [v4.new_output("stream", text="1"), v4.new_output("display_data", {"text/html": "<p>1</p>"})]
-    worker.page(v4.new_notebook(cells=[v4.new_markdown_cell("# 1"), v4.new_code_cell("1", outputs=told)]), "first")
+    outputs = [v4.new_output("stream", text="1"), v4.new_output("display_data", {"text/html": "<p>1</p>"})]
+    worker.page(v4.new_notebook(cells=[v4.new_markdown_cell("# 1"), v4.new_code_cell("1", outputs=outputs)]), "first")
 
 
 def _has_gpu() -> bool:

@@ -51,9 +51,9 @@ class Reserve:
     def take(self, command: Sequence[str], folder: str, environment: Mapping[str, str]) -> Forked:
         """The child's process, which now runs the kernel that `command` describes."""
         self.mine = False
-        told = json.dumps({"command": list(command), "folder": folder, "environment": dict(environment)})
+        request = json.dumps({"command": list(command), "folder": folder, "environment": dict(environment)})
         with open(self._pipe, "w", encoding="utf-8") as pipe:
-            pipe.write(told)
+            pipe.write(request)
         return self._process
 
 
@@ -69,10 +69,10 @@ def fork() -> Reserve | dict[str, Any]:
     os.setsid()
     be_called(NAME)
     with open(reading, encoding="utf-8") as pipe:
-        told = pipe.read()
-    if not told:  # the worker is gone, or has started another kernel
+        request = pipe.read()
+    if not request:  # the worker is gone, or has started another kernel
         os._exit(0)
-    return json.loads(told)
+    return json.loads(request)
 
 
 def run(command: Sequence[str], folder: str, environment: Mapping[str, str]) -> None:

@@ -105,7 +105,7 @@ class Sweep:
                 self.progress.say(f"stopped; {self._how_to_go_on()}")
                 raise
             finally:
-                self._settle(interrupted)
+                self._finish(interrupted)
         return [self.results[number] for number in sorted(self.results)]
 
     def _look_for_workers(self) -> None:
@@ -113,10 +113,10 @@ class Sweep:
         now = time.monotonic()
         if now - self.counted < GLANCE:
             return
-        told, self.counted = self.counted - self.manned > DESERTED, now
+        said, self.counted = self.counted - self.manned > DESERTED, now
         if not self.place.deserted:
             self.manned = now
-        elif now - self.manned > DESERTED and not told:
+        elif now - self.manned > DESERTED and not said:
             self.progress.say("no worker is left; the jobs wait until one joins the cluster (Ctrl-C stops)")
 
     def _place_in_line(self, number: int) -> tuple[int, float]:
@@ -133,7 +133,7 @@ class Sweep:
         done = sum(result.state in ("finished", "done earlier") for result in self.results.values())
         return f"{done} of {len(self.queue)} jobs are done and kept, and the same command goes on with the others"
 
-    def _settle(self, interrupted: bool) -> None:
+    def _finish(self, interrupted: bool) -> None:
         """End what is still running, then the parent runs, then give back all locks.
 
         After an interruption, errors of the store are dropped: they would hide the error that is under way.

@@ -109,7 +109,7 @@ class Server:
         self.refused = ""
         self._jobs: list[Known] = []
         self._lock = threading.RLock()
-        self._told = self._closed = False
+        self._death_said = self._closed = False
         self._pipe, its_end = multiprocessing.Pipe()
         with its_end:
             self._process = subprocess.Popen(
@@ -135,7 +135,7 @@ class Server:
     def look(self, number: int) -> Known:
         """What is known of a job by now."""
         with self._lock:
-            self._hear()
+            self._receive()
             return self._jobs[number]
 
     def drop(self, number: int) -> None:
@@ -149,12 +149,12 @@ class Server:
     def failed(self) -> bool:
         """Whether it ended otherwise than it should; says so once."""
         with self._lock:
-            self._hear()
+            self._receive()
             code = self._process.poll()
             if not code or self._closed:
                 return bool(self.refused)
-            if not self._told:
-                self._told = True
+            if not self._death_said:
+                self._death_said = True
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
                 print(f"the server for warm starts died ({how}); from now on jobs start cold", file=sys.stderr)
             return True
@@ -168,7 +168,7 @@ class Server:
         """End it now, with the jobs that it has."""
         with self._lock:
             self._closed = True
-            self._hear()
+            self._receive()
             self._pipe.close()
             if not any(job.process and job.code is None for job in self._jobs):
                 self._process.kill()  # it may be importing for seconds yet
@@ -181,7 +181,7 @@ class Server:
         with contextlib.suppress(OSError):  # it has ended; `alive` tells
             self._pipe.send_bytes(json.dumps(fields).encode())
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while self._pipe.poll():
                 self._take(json.loads(self._pipe.recv_bytes()))

@@ -204,7 +204,7 @@ def beside_claims(judged: Iterable[Entry], shown: Mapping[str, Evidence]) -> lis
     return list(named.values())
 
 
-def told_of(entry: Entry) -> str:
+def origin_of(entry: Entry) -> str:
     """What is known of the run behind an entry, in words: profile, number of documents, commit and seconds."""
     count = documents(entry.signature)
     parts = [

@@ -47,20 +47,20 @@ class Difference:
     def note(self) -> str:
         """What else is not as it was: the model's weights, the profile, the signature; empty where all is as it was."""
         old, new = self.kept, self.new
-        told = []
+        parts = []
         if old.model != new.model:
-            told.append(f"other weights: {new.model}, kept {old.model}")
+            parts.append(f"other weights: {new.model}, kept {old.model}")
         if old.profile != new.profile:
-            told.append(f"other profile: {new.profile or 'none'}, kept {old.profile or 'none'}")
+            parts.append(f"other profile: {new.profile or 'none'}, kept {old.profile or 'none'}")
         elif old.signature != new.signature:
-            told.append("other signature: texts, parameters, seed or version differ")
-        return "; ".join(told)
+            parts.append("other signature: texts, parameters, seed or version differ")
+        return "; ".join(parts)
 
     def __str__(self) -> str:
         old, new = self.kept, self.new
         flipped = f"was {old.tested}, is {new.tested}; " if self.differs == "verdict" else ""
         note = f" ({self.note})" if self.note else ""
-        return f"{new.claim.id} on {new.model}: {flipped}value {_told(new)}, kept {_told(old)}{note}"
+        return f"{new.claim.id} on {new.model}: {flipped}value {_value(new)}, kept {_value(old)}{note}"
 
     @property
     def row(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _differs(old: Entry, new: Entry) -> str:
     return "" if math.isclose(before.value, value, rel_tol=PRECISION, abs_tol=1e-9) else "value"
 
 
-def _told(entry: Entry) -> str:
+def _value(entry: Entry) -> str:
     verdict = entry.verdict
     ends = "" if verdict.low is None or verdict.high is None else f" [{number(verdict.low)}, {number(verdict.high)}]"
     return f"{number(verdict.value)}{ends}"

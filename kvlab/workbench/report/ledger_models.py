@@ -58,7 +58,7 @@ class Subject:
         return self.name.split("@")[0].rstrip("/").rpartition("/")[2] or self.name
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """What is known of it, in words; empty where nothing is."""
         size = f"{self.size} parameters" if self.size else ""
         return "; ".join(part for part in (size, self.shape, self.dtype) if part)
@@ -119,8 +119,8 @@ def _first(tags: list[dict[str, str]], key: str) -> str:
 
 
 def _tagged(tags: list[dict[str, str]]) -> int | None:
-    told = _first(tags, PARAMETERS)
-    return int(told) if told.isdecimal() else None
+    written = _first(tags, PARAMETERS)
+    return int(written) if written.isdecimal() else None
 
 
 def _catalogued(name: str) -> int | None:

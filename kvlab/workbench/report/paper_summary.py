@@ -100,12 +100,12 @@ def _unmeasured(count: int) -> str:
 def _counts(of_paper: Iterable[Entry], order: Sequence[Subject]) -> str:
     tallies = {model: Tally.of(mine).findings for model, mine in by_model(of_paper).items()}
     total = sum(next(iter(tallies.values())).values())
-    told = []
+    by_subject = []
     for subject in order:
         counted = tallies[subject.name]
         parts = [f"{counted[state]} {_verb(state, counted[state])}" for state in papers.VERDICTS[:-1] if counted[state]]
-        told.append(f"on {subject.label} {listed(parts) or 'none has been measured'}")
-    return f"Of its {total} {plural(total, 'finding')}, {'; '.join(told)}."
+        by_subject.append(f"on {subject.label} {listed(parts) or 'none has been measured'}")
+    return f"Of its {total} {plural(total, 'finding')}, {'; '.join(by_subject)}."
 
 
 def _verb(state: str, count: int) -> str:
@@ -126,11 +126,11 @@ def _alike(measured: Iterable[Standing], verb: str, wanted: Sequence[str], order
     at_least = ", at least in direction" if wanted is HOLDING else ""
     everywhere = [name for name, mine in alike if len(mine) == len(order)]
     where = f" on {_all_of(len(order))}" if len(order) > 1 else ""
-    told = [f"what {verb}{where}{at_least}: {_some(everywhere)}"] if everywhere else []
+    parts = [f"what {verb}{where}{at_least}: {_some(everywhere)}"] if everywhere else []
     fewer = [f"{name} (on {listed(_labels(mine, order))})" for name, mine in alike if 1 < len(mine) < len(order)]
     if fewer:
-        told.append(f"what {verb} on each of the fewer models that measured it{at_least}: {_some(fewer)}")
-    return "; ".join(told)
+        parts.append(f"what {verb} on each of the fewer models that measured it{at_least}: {_some(fewer)}")
+    return "; ".join(parts)
 
 
 def _labels(mine: Iterable[str], order: Sequence[Subject]) -> list[str]:
@@ -156,8 +156,8 @@ def _open(measured: Iterable[Standing], turning: Sequence[str], order: Sequence[
     return f"None is told to hold on one model and to fail on another; undecided on one at least: {_some(undecided)}."
 
 
-def _sentence(told: str) -> str:
-    return f"{told[0].upper()}{told[1:]}." if told else ""
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
 def _printed(of_paper: Sequence[Entry], order: Sequence[Subject]) -> str:
@@ -181,9 +181,9 @@ def _printed(of_paper: Sequence[Entry], order: Sequence[Subject]) -> str:
     ways = model_trends.trends(model_trends.rows(of_paper, order))
     if not ways:
         return f"{text}."
-    told = [f"{ways[way]} {said[ways[way] != 1]}" for way, said in model_trends.SAID.items() if ways[way]]
+    parts = [f"{ways[way]} {said[ways[way] != 1]}" for way, said in model_trends.SAID.items() if ways[way]]
     total = ways.total()
-    return f"{text}; of {total} {plural(total, 'finding')} with such a number, as models grow, {listed(told)}."
+    return f"{text}; of {total} {plural(total, 'finding')} with such a number, as models grow, {listed(parts)}."
 
 
 def _covers(entry: Entry, paper: float) -> bool:
@@ -194,6 +194,6 @@ def _covers(entry: Entry, paper: float) -> bool:
 def _some(names: Iterable[str]) -> str:
     """The first names, and how many more there are; of several findings at one place, how many."""
     counted = Counter(names)
-    told = [name if count == 1 else f"{name} ({count} findings)" for name, count in counted.items()][:NAMED]
+    parts = [name if count == 1 else f"{name} ({count} findings)" for name, count in counted.items()][:NAMED]
     more = counted.total() - sum(count for _, count in list(counted.items())[:NAMED])
-    return "; ".join(told) + (f"; and {more} more" if more else "")
+    return "; ".join(parts) + (f"; and {more} more" if more else "")

@@ -79,7 +79,7 @@ class Moments:
         return [(mine.count(-1), len(mine)) for mine in clear]
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         parts = [f"{n} of {of} policies on {model}" for model, (n, of) in zip(self.models, self.losing, strict=True)]
         return f"clearly more lost with it held back: {listed(parts)}"
 

@@ -110,13 +110,13 @@ def _merged(path: Path, sweeps: Iterable[Sequence[Entry]]) -> Kept:
     lines = {key: line for key, line in before.items() if key[0] in known and _rests(known[key[0]], key[1])}
     untested = {name: claim.untested for name, claim in known.items() if claim.untested}
     for key in [key for key in lines if key[0] in untested and key[1]]:  # an experiment that measured it has ended
-        told = {
+        unmeasured = {
             "claim": key[0],
             "verdict": papers.UNMEASURED,
             "why": untested[key[0]],
             "model": lines.pop(key)["model"],
         }
-        lines[key[0], ""] = dict.fromkeys(COLUMNS, "") | told
+        lines[key[0], ""] = dict.fromkeys(COLUMNS, "") | unmeasured
     for judged in sweeps:
         for entry, line in zip(judged, _new_lines(judged), strict=True):
             key = line["claim"], line["profile"]
@@ -280,13 +280,13 @@ def kept(folder: Path, model: str | Sequence[str] | None = None, profile: str | 
 
 def _set_alike(shown: Mapping[str, Sequence[Entry]], every: Iterable[Entry]) -> None:
     """Tell entries whose models measured their claim by several profiles which other one the models have in common."""
-    told: dict[str, dict[str, dict[str, Entry]]] = {}
+    measured: dict[str, dict[str, dict[str, Entry]]] = {}
     for entry in every:
         if entry.state != papers.UNMEASURED:
-            told.setdefault(entry.claim.id, {}).setdefault(entry.model, {})[entry.profile] = entry
+            measured.setdefault(entry.claim.id, {}).setdefault(entry.model, {})[entry.profile] = entry
     for mine in shown.values():
         for entry in mine:
-            of_models = told.get(entry.claim.id, {})
+            of_models = measured.get(entry.claim.id, {})
             common = set.intersection(*(set(found) for found in of_models.values())) if of_models else set()
             if common and entry.model in of_models:
                 entry.alike = of_models[entry.model][min(common, key=thoroughness)]

@@ -41,7 +41,7 @@ class Outcome:
     numbers: tuple[str, ...] = ()
 
     @property
-    def told(self) -> str:
+    def sentence(self) -> str:
         seed = "" if self.seed == ANY else f"seed {self.seed}"
         texts = "" if self.documents == ANY else self.documents
         return f"{self.verdict} ({', '.join(part for part in (texts, seed) if part) or 'one run'})"
@@ -92,26 +92,26 @@ class Stability:
         return f"{len(self.flips)} of {len(self.others)}"
 
     @property
-    def told(self) -> str:
+    def sentence(self) -> str:
         """What was measured and what it stands as, in a sentence."""
-        return self._told("its verdict")
+        return self._sentence("its verdict")
 
-    def told_of(self, claim: str) -> str:
-        """As `told`, for the reader of one of its claims: of several the claim's own verdicts first."""
+    def sentence_of(self, claim: str) -> str:
+        """As `sentence`, for the reader of one of its claims: of several the claim's own verdicts first."""
         own = self.claims.get(claim)
         if own is None:
-            return self._told("the verdict of its finding")
+            return self._sentence("the verdict of its finding")
         if len(self.claims) == 1:
-            return self.told
+            return self.sentence
         if [cell.verdict for cell in own] == [cell.verdict for cell in self.cells]:
-            return self._told("its verdict, as its finding's,")
-        return f"{replace(self, cells=own).told} {self._told(WEAKEST_OF)}"
+            return self._sentence("its verdict, as its finding's,")
+        return f"{replace(self, cells=own).sentence} {self._sentence(WEAKEST_OF)}"
 
-    def _told(self, whose: str) -> str:
+    def _sentence(self, whose: str) -> str:
         first = f"With other seeds and texts ({self.profile} profile)"
         if not self.others:
             return f"{first} it was not measured again."
-        each = "; ".join(cell.told for cell in self.cells)
+        each = "; ".join(cell.sentence for cell in self.cells)
         if not self.flips:
             stays = f"all {len(self.others)} other runs" if len(self.others) > 1 else "the other run"
             return f"{first} {whose} stays in {stays}: {each}."

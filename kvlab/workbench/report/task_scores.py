@@ -43,7 +43,7 @@ class Cell:
     score: float
     low: float
     high: float
-    told: str
+    description: str
     against_full: tuple[float, float] | None = None
     full: float | None = None
     n: int = 0
@@ -220,10 +220,12 @@ def _cell(line: Mapping[str, str]) -> Cell:
     # Of a few answers the interval reaches further than scores do.
     score, low, high = (100 * min(max(float(line[name]), 0), 1) for name in ("score", "low", "high"))
     least, most = (float(line[name] or "nan") for name in ("difference_low", "difference_high"))
-    told = f"{line['parameters'] or line['policy']}: {score:.0f} % ({low:.0f} to {high:.0f}) of {line['n']} answers"
+    description = (
+        f"{line['parameters'] or line['policy']}: {score:.0f} % ({low:.0f} to {high:.0f}) of {line['n']} answers"
+    )
     against_full = full = None
     if line["policy"] != FULL and not math.isnan(least):
         against_full, difference = (100 * least, 100 * most), 100 * float(line["difference"])
-        told += f"; against the full cache {difference:+.0f} ({100 * least:+.0f} to {100 * most:+.0f})"
+        description += f"; against the full cache {difference:+.0f} ({100 * least:+.0f} to {100 * most:+.0f})"
         full = score - difference
-    return Cell(score, low, high, told, against_full, full, int(line["n"]))
+    return Cell(score, low, high, description, against_full, full, int(line["n"]))

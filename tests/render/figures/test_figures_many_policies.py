@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import drawing
 
+from kvlab.render import theme
 from kvlab.render.figures import many_policies, plots
 
 pytestmark = pytest.mark.usefixtures("headless")
@@ -49,7 +50,7 @@ def test_dots_stand_in_the_order_given():
     ax = many_policies.dots(rows, xlabel="x", title="t", reference=(0.1, "full cache"))
     assert drawing.ticks(ax, "y") == ["quest", "dapq"]
     tints = [label.get_color() for label in ax.get_yticklabels()]
-    assert tints == [many_policies.colour("quest"), many_policies.colour("dapq")]
+    assert tints == [theme.look("quest").colour, theme.look("dapq").colour]
     assert {"0.25", "0.50", "full cache"} == set(drawing.texts(ax))
 
 

@@ -10,7 +10,8 @@ from support import drawing
 
 from kvlab import papers
 from kvlab.analyses.tasks import gains
-from kvlab.render.figures import many_policies, plots
+from kvlab.render import theme
+from kvlab.render.figures import plots
 from kvlab.render.figures import tasks as draw
 
 pytestmark = pytest.mark.usefixtures("headless")
@@ -134,4 +135,4 @@ def test_what_the_question_is_worth_has_two_rows(found):
     assert drawing.ticks(ax, "y") == ["snapkv at 128, question read", "snapkv at 128, question held back"]
     read, held_back = (float(text) for text in drawing.texts(ax)[:2])
     assert held_back - read == pytest.approx(found.metrics["question_aware/needle/snapkv/128"], abs=0.011)
-    assert {label.get_color() for label in ax.get_yticklabels()} == {many_policies.colour("snapkv")}
+    assert {label.get_color() for label in ax.get_yticklabels()} == {theme.look("snapkv").colour}

@@ -12,7 +12,7 @@ from support.spread import students
 
 from kvlab.analyses.findings import Findings
 from kvlab.analyses.together import equal_bytes
-from kvlab.render.figures import many_policies
+from kvlab.render import theme
 from kvlab.render.figures import together as draw
 
 pytestmark = pytest.mark.usefixtures("headless")
@@ -37,7 +37,7 @@ def test_the_full_cache_is_a_line_at_its_bytes():
     figure = draw.pareto(table(full={"a": [(50, 40, 0.0)]}, snapkv={"a": [(5, 5, 0.4), (20, 20, 0.2)]}), "stored")
     (ax,) = figure.axes
     assert "full cache" in drawing.texts(ax) and [50, 50] in [list(line.get_xdata()) for line in ax.lines]
-    assert many_policies.colour("snapkv") in {line.get_color() for line in ax.lines}
+    assert theme.look("snapkv").colour in {line.get_color() for line in ax.lines}
 
 
 LIMIT = table(oracle_attention={"a": [(10, 10, 0.3), (40, 40, 0.1)], "b": [(10, 10, 0.5), (40, 40, 0.3)]})
