@@ -42,14 +42,27 @@ SMALL = {
     "rkv": dict(budget=16, window=4, interval=4, kernel=3),
     "adakv": dict(budget=36),
     "chunkkv": dict(budget=36, chunk=5),
+    "criticaladakv": dict(budget=36),
     "criticalkv": dict(budget=36),
     "expected_attention": dict(budget=12, future=64),
+    "kvcompose": dict(budget=12),
     "kvzip": dict(budget=12, chunk=25),
     "leverage": dict(budget=12),
+    "qfilters": dict(budget=12),
     "simlayerkv": dict(budget=24, sinks=2, recent=6),
     "triattention": dict(budget=16, interval=4),
 }
-ONE_TURN = ("adakv", "compactor", "compilerkv", "expected_attention", "keyformer", "kvzip", "triattention")
+ONE_TURN = (
+    "adakv",
+    "compactor",
+    "compilerkv",
+    "criticaladakv",
+    "expected_attention",
+    "keyformer",
+    "kvcompose",
+    "kvzip",
+    "triattention",
+)
 """Those that cannot compress a later turn again."""
 SEES_RESPONSE = {"oracle_attention": dict(budget=12)}
 WITHOUT_BUDGET = {"full": {}, "think": dict(window=8)}

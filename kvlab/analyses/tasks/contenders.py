@@ -8,7 +8,20 @@ from kvlab.analyses.tasks.variants import VARIANTS
 from kvlab.errors import KvlabError, nearest
 from kvlab.methods import Policy, has_budget, policies, policy
 
-LEFT_OUT = ("cake", "compactor", "criticalkv", "curdkv", "kvzip", "leverage", "simlayerkv", "think", "triattention")
+LEFT_OUT = (
+    "cake",
+    "compactor",
+    "criticaladakv",
+    "criticalkv",
+    "curdkv",
+    "kvcompose",
+    "kvzip",
+    "leverage",
+    "qfilters",
+    "simlayerkv",
+    "think",
+    "triattention",
+)
 """What "quick" leaves out: what makes traces larger or captures slower, or was added when the others were enough."""
 
 
