@@ -1,4 +1,4 @@
-"""What was measured once for a model and comes with kvlab: DuoAttention's head scores and CompilerKV's tables."""
+"""What was measured once for a model and comes with kvlab: head scores, Q-Filters and CompilerKV's tables."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from kvlab.core.geometry import geometry
 from kvlab.errors import KvlabError
 from kvlab.methods import Policy
-from kvlab.methods._base.lookup import SHIPPED_ALONE, DecisionTables, HeadScores, Measured
+from kvlab.methods._base.lookup import SHIPPED_ALONE, DecisionTables, HeadScores, Measured, QueryFilters
 from kvlab.methods.compilerkv import CompilerKV
 from kvlab.methods.duoattention import DuoAttention
+from kvlab.methods.qfilters import QFilters
 
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
@@ -71,7 +72,7 @@ def nearest(per_head: Mapping[int, DecisionTables], entries: float) -> DecisionT
 
 def with_shipped(lm: LM, policy: Policy) -> Policy:
     """The policy with what comes with kvlab for this model, where it was given nothing of its own: compilerkv its
-    tables, duoattention its head scores. All others as they are.
+    tables, duoattention its head scores, qfilters its filters. All others as they are.
     """
     if isinstance(policy, CompilerKV) and policy.tables is None and policy.tables_in_use.neutral:
         if policy.variant == "published":  # the authors' weights, where they fit
@@ -79,6 +80,8 @@ def with_shipped(lm: LM, policy: Policy) -> Policy:
         return policy.replace(tables=tables(lm))
     if isinstance(policy, DuoAttention) and policy.heads is None:
         return policy.replace(heads=head_scores(lm))
+    if isinstance(policy, QFilters) and policy.filters is None:
+        return policy.replace(filters=_resolve(lm, QueryFilters, AUTO))
     return policy
 
 

@@ -177,6 +177,30 @@ def heads(
     typer.echo(path)
 
 
+@app.command(
+    epilog="Examples:   kvlab filters   |   kvlab filters gemma-3-270m   |   "
+    "kvlab filters ./my-model --out my-filters.json"
+)
+def filters(
+    model: Annotated[str, typer.Argument(help="Name, folder, GGUF file or Hugging Face id.")] = "smollm2-135m",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The JSON file (default: MODEL-filters.json here).", show_default=False)
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of each text.")] = 2048,
+    documents: Annotated[int, typer.Option("--documents", min=1, help="Number of texts.")] = 20,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Queries of each head, of all texts.")] = 3000,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the texts and queries.")] = 0,
+) -> None:
+    """Measure the main direction of each head's queries; qfilters uses the result."""
+    options.check_out(out)
+    from kvlab.inputs import models
+    from kvlab.traces.query_filters import measure
+
+    lm = models.load(model)
+    found = measure(lm, tokens, documents, samples, seed)
+    typer.echo(found.save(out or Path(re.sub(r"[^\w.-]+", "-", lm.name) + "-filters.json")))
+
+
 @app.command(epilog="Examples:   kvlab pages   |   kvlab pages --only snapkv,h2o --out my-pages")
 def pages(
     out: Annotated[

@@ -158,6 +158,12 @@ PAPERS = {
         "2406.11430",
         "https://github.com/alessiodevoto/l2compress",
     ),
+    "kvcompose": Paper(
+        "KVCompose: Efficient Structured KV Cache Compression with Composite Tokens",
+        "Akulov et al.",
+        2025,
+        "2509.05165",
+    ),
     "kvzip": Paper(
         "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
         "Kim et al.",
@@ -199,6 +205,13 @@ PAPERS = {
         2024,
         "2406.02069",
         "https://github.com/Zefan-Cai/KVCache-Factory",
+    ),
+    "qfilters": Paper(
+        "Q-Filters: Leveraging Query-Key Geometry for Efficient Key-Value Cache Compression",
+        "Godey et al.",
+        2025,
+        "2503.02812",
+        "https://github.com/NathanGodey/qfilters",
     ),
     "quest": Paper(
         "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference",

@@ -37,12 +37,19 @@ class AdaKV(ScorerWrapper):
     floor: Annotated[float, Field(ge=0, le=1)] = 0.2
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
-        scores = self.importance(prompt, budget)
-        always = int(scores.isposinf().sum(-1).amax())
-        sure = ranking.top_positions(scores, always + int(self.floor * (budget - always)))
-        scores = scores.scatter(-1, sure, torch.inf)
-        # Heads last, so that of equal scores the earlier position comes first.
-        together = scores.transpose(1, 2).flatten(1)
-        best = ranking.top_positions(together, prompt.kv_heads * budget)
-        chosen = torch.zeros_like(together, dtype=torch.bool).scatter(-1, best, True)
-        return ranking.positions_of(chosen.unflatten(1, (prompt.length, prompt.kv_heads)).transpose(1, 2))
+        return ranking.positions_of(best_of_all_heads(self.importance(prompt, budget), budget, self.floor))
+
+
+def best_of_all_heads(scores: Tensor, budget: int, floor: float) -> Tensor:
+    """Which of the scores `[rows, kv_heads, length]` are among the best kv_heads x budget of their row, bool; each head
+    is sure of a `floor` of the budget.
+    """
+    _, heads, length = scores.shape
+    always = int(scores.isposinf().sum(-1).amax())
+    sure = ranking.top_positions(scores, always + int(floor * (budget - always)))
+    scores = scores.scatter(-1, sure, torch.inf)
+    # Heads last, so that of equal scores the earlier position comes first.
+    together = scores.transpose(1, 2).flatten(1)
+    best = ranking.top_positions(together, heads * budget)
+    chosen = torch.zeros_like(together, dtype=torch.bool).scatter(-1, best, True)
+    return chosen.unflatten(1, (length, heads)).transpose(1, 2)

@@ -3,6 +3,7 @@
 from typing import Annotated, ClassVar
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -48,12 +49,20 @@ class CriticalKV(ScorerWrapper):
 
     def importance(self, prompt: Prompt, budget: int) -> Tensor:
         """Infinity for the first part and for what the scorer always keeps, weighed scores for the rest."""
-        scores = super().importance(prompt, budget)
-        always = scores.isposinf()
+        return self.weighed(prompt, super().importance(prompt, budget), int(self.first * budget))
+
+    def weighed(self, prompt: Prompt, scores: Tensor, first: int | Tensor) -> Tensor:
+        """Scores weighed by the size of projected values, and infinity for the `first` ones by the scores alone.
+
+        Args:
+            scores: `[rows, kv_heads, length]`, infinity for what always stays.
+            first: how many, the same for every head or `[rows, kv_heads]` of them.
+        """
         lowest = scores.amin(-1, keepdim=True).clamp_max(0)
         weighed = (scores - lowest + self.epsilon) * self._norms(prompt)
-        first = ranking.top_positions(scores, int(self.first * budget))
-        return weighed.masked_fill(always, torch.inf).scatter(-1, first, torch.inf)
+        sure = F.pad(scores.isposinf(), (0, 1))
+        ranking.mark(sure, ranking.top_positions(scores, first))
+        return weighed.masked_fill(sure[..., :-1], torch.inf)
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         return ranking.top_positions(self.importance(prompt, budget), budget)

@@ -49,6 +49,27 @@ def test_around_snapkv_as_the_plain_loops(heads, kv_heads, budget, parameters):
         assert kept != sets(inner.replace(budget=budget).keep(*(t[None] for t in tensors))[0])
 
 
+@pytest.mark.parametrize("heads, kv_heads", SHAPES)
+@pytest.mark.parametrize(
+    "budget, parameters", [(30, {}), (40, dict(first=0.29, floor=0.0)), (25, dict(first=0.0, epsilon=0.5, floor=0.7))]
+)
+def test_with_heads_that_compete_as_the_plain_loops(heads, kv_heads, budget, parameters):
+    tensors, weight = layer(heads + 5 * kv_heads, heads, kv_heads, prompt=100), projection(heads, heads)
+    inner = kvlab.policy("snapkv", budget=99, window=8, kernel=5)
+    policy = kvlab.policy("criticaladakv", budget=budget, scorer=inner, **parameters)
+
+    def oracle(q, k, v, w):
+        return oracles.oracle_criticaladakv(oracles.snapkv_importance(q, k, 8, 5), v, w, heads, budget, **parameters)
+
+    arrays = exact(*tensors, weight)
+    expected = oracle(*arrays)
+    assert oracle(*shaken(*arrays)) == expected, "the test's input has near-ties"
+    assert sets(policy.keep(*(t[None] for t in tensors), projection=weight)[0]) == expected
+    assert sum(map(len, expected)) == kv_heads * budget and all(set(range(92, 100)) <= set(kept) for kept in expected)
+    if kv_heads > 1:
+        assert len({len(kept) for kept in expected}) > 1, "the heads share alike in this test's input"
+
+
 def test_scores_below_zero_keep_their_order():
     """Of values equally large after the projection the higher score stays, whatever its sign."""
     queries, keys, _ = (t[None] for t in layer(4, 4, 2, prompt=60))

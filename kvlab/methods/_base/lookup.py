@@ -28,6 +28,8 @@ from kvlab.lib.files import expanded, parsed, replacing, why
 
 SHIPPED = Path(__file__).parents[1] / "heads"
 """Head scores that come with kvlab, one file for each model, found by the model's name."""
+SHIPPED_FILTERS = Path(__file__).parents[1] / "filters"
+"""Q-Filters that come with kvlab, in the same way."""
 SHIPPED_TABLES = Path(__file__).parents[1] / "tables"
 """CompilerKV's tables that come with kvlab, in the same way."""
 PUBLISHED_TABLES = SHIPPED_TABLES / "published" / "compilerkv.json"
@@ -177,6 +179,79 @@ class HeadScores(Measured):
             KvlabError: there is no such file or name, or the file is not right.
         """
         return _load(path_or_name, cls, "model with head scores", "kvlab heads")
+
+
+class QueryFilters(Measured):
+    """The main direction of the queries of each KV head: keys that lie along it are attended to.
+
+    Made by `kvlab.traces.query_filters.measure` or `kvlab filters`, used by `qfilters`.
+
+    Attributes:
+        model: its name.
+        sha256: of its weights.
+        heads: its query heads.
+        tokens: of each calibration text.
+        samples: queries of each head that the direction is of.
+        documents: the texts, as `name@sha`.
+        seed: of the choice of texts and queries.
+        kvlab: the version that measured.
+        layers: the numbers of these layers in the model, where there are others besides.
+        filters: `[layer][kv_head][channel]`, the mean over a group of unit vectors.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    title: ClassVar[str] = "Q-Filters (kvlab filters makes one)"
+    folder: ClassVar[Path] = SHIPPED_FILTERS
+
+    format: Literal["kvlab-filters-1"] = "kvlab-filters-1"
+    model: str
+    sha256: str
+    heads: Annotated[int, Field(ge=1)]
+    tokens: int
+    samples: int
+    documents: list[str] = []
+    seed: int
+    kvlab: str
+    layers: list[Annotated[int, Field(ge=0)]] | None = None
+    filters: list[list[list[FiniteFloat]]]
+
+    @model_validator(mode="after")
+    def _shapes(self) -> Self:
+        if not self.filters or not self.filters[0] or not self.filters[0][0]:
+            raise ValueError("filters holds no vectors")
+        for layer, grid in enumerate(self.filters):
+            _check_grid(f"filters, layer {layer}", grid, len(self.filters[0]), len(self.filters[0][0]))
+        if self.heads % len(self.filters[0]):
+            raise ValueError(f"{self.heads} query heads cannot share {len(self.filters[0])} KV heads evenly")
+        if self.layers is not None and len(self.layers) != len(self.filters):
+            raise ValueError(f"layers names {len(self.layers)} layers, and there are filters of {len(self.filters)}")
+        return self
+
+    @property
+    def measured_on(self) -> tuple[str, str, int, int]:
+        return self.sha256, self.model, len(self.filters), self.heads
+
+    def tensor(self) -> Tensor:
+        """float32 `[n_layers, kv_heads, head_dim]`."""
+        return torch.tensor(self.filters, dtype=torch.float32)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the JSON file; under its name only once it is whole."""
+        fields = self.model_dump(exclude={"filters"}, exclude_none=True)
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items()]
+        rows = ",\n".join(f"  {json.dumps(layer, separators=(',', ':'))}" for layer in self.filters)
+        with replacing(path) as temporary:
+            temporary.write_text("{\n" + ",\n".join([*lines, f' "filters": [\n{rows}\n ]']) + "\n}\n", encoding="utf-8")
+        return Path(path)
+
+    @classmethod
+    def load(cls, path_or_name: str | Path) -> QueryFilters:
+        """Read a file, or the filters that come with kvlab for a model of that name.
+
+        Raises:
+            KvlabError: there is no such file or name, or the file is not right.
+        """
+        return _load(path_or_name, cls, "model with Q-Filters", "kvlab filters")
 
 
 class DecisionTables(Measured):

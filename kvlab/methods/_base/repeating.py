@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,16 +36,22 @@ class Repetition:
         chunk: tokens that are repeated at once.
         sinks: first tokens of the prompt that take part in the softmax of every chunk.
         plus: whether attention is multiplied by `|W_o v|` and divided by the norm of the hidden state that attends.
+        group: whether the query heads of a group count by their largest score or by its mean.
+        asks: whether an instruction asks for the repetition.
     """
 
     chunk: int
     sinks: int
     plus: bool
+    group: Literal["max", "mean"] = field(default="max", kw_only=True)
+    asks: bool = field(default=True, kw_only=True)
 
     @property
     def key(self) -> str:
         """The name under which a trace keeps the scores."""
-        return f"chunk={self.chunk}, sinks={self.sinks}, plus={self.plus}"
+        # What KVzip does not use stands behind, so that its older traces are found.
+        more = [f"group={self.group}"] * (self.group != "max") + ["asks=False"] * (not self.asks)
+        return ", ".join([f"chunk={self.chunk}, sinks={self.sinks}, plus={self.plus}", *more])
 
     def parts(self, prompt: Tensor, encode: Callable[[str], Tensor] | None) -> list[Part]:
         """What is fed, part by part, on top of a prompt `[length]`; without instructions where nothing encodes them."""
@@ -53,7 +59,7 @@ class Repetition:
         for start in range(0, len(prompt), self.chunk):
             part = prompt[start : start + self.chunk]
             asking = prompt.new_empty(0)
-            if encode is not None:
+            if encode is not None and self.asks:
                 asking = encode(LATER if start else FIRST).to(prompt)
                 asking = torch.cat([asking, prompt[max(start - OVERLAP, 0) : start]])
             parts.append(Part(start, start + len(part), torch.cat([asking, part])))
@@ -95,7 +101,8 @@ class Repetition:
             largest = largest * torch.stack(
                 [attention.projected_norms(row, projection, heads, order=2) for row in rows]
             )
-        return largest.unflatten(1, (kv_heads, -1)).amax(2)
+        by_group = largest.unflatten(1, (kv_heads, -1))
+        return by_group.amax(2) if self.group == "max" else by_group.mean(2)
 
 
 def longest(parts: Sequence[Part]) -> int:

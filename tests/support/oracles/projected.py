@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from support.oracles.core import heads_of, top_positions
+from support.oracles.scorers import oracle_adakv
 
 
 def projected(value, projection, head):
@@ -27,6 +28,16 @@ def oracle_criticalkv(importance, values, projection, heads, budget, first=0.5, 
             weighed[p] = (score - lowest + epsilon) * norm
         rest = sorted((p for p in weighed if p not in surely), key=lambda p: (-weighed[p], p))
         sets.append(sorted([*surely, *rest[: budget - len(surely)]]))
+    return sets
+
+
+def oracle_criticaladakv(importance, values, projection, heads, budget, first=0.5, epsilon=1e-4, floor=0.2):
+    """Each head's number of entries by Ada-KV, and these entries by CriticalKV."""
+    shares = [len(positions) for positions in oracle_adakv(importance, budget, floor)]
+    sets = [
+        oracle_criticalkv(importance, values, projection, heads, share, first, epsilon)[group]
+        for group, share in enumerate(shares)
+    ]
     return sets
 
 
@@ -110,6 +121,25 @@ def oracle_kvzip(scores, budget, sinks=4):
     for _, _, p, layer, head in sorted(entries)[: budget * sum(map(len, scores))]:
         kept[layer][head].append(p)
     return [[sorted(positions) for positions in heads] for heads in kept]
+
+
+def oracle_kvcompose(attended, values, budget, shared=True, value_norm=False):
+    """`attended` [layers][kv_heads][length], averaged over groups: sets, as many in each head of a layer."""
+    scores, worth = [], []
+    for heads, vectors in zip(attended, values):
+        rows = [list(row) for row in heads]
+        if value_norm:
+            rows = [[x * np.sqrt(v @ v) for x, v in zip(row, own)] for row, own in zip(rows, vectors)]
+        if shared:
+            mean = [sum(column) / len(rows) for column in zip(*rows)]
+            rows = [[x + m for x, m in zip(row, mean)] for row in rows]
+        ordered = [sorted(row, reverse=True) for row in rows]
+        worth.append([sum(column) / len(rows) for column in zip(*ordered)])
+        scores.append(rows)
+    worth[0] = [max(column) for column in zip(*worth)]
+    entries = sorted((n > 0, -x, n, layer) for layer, row in enumerate(worth) for n, x in enumerate(row))
+    stay = [layer for *_, layer in entries[: budget * len(worth)]]
+    return [[top_positions(row, stay.count(layer)) for row in rows] for layer, rows in enumerate(scores)]
 
 
 def think_channels(queries, keys, length, window, ratio):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from support.oracles.core import summed_over_group, top_positions, window_attention
+from support.oracles.core import heads_of, summed_over_group, top_positions, window_attention
 from support.oracles.eviction import attention_row
 
 
@@ -270,4 +270,24 @@ def oracle_curdkv(keys, values, budget, sinks=4, leverage="product", local=16, d
         for key, value in zip(*shares):
             scores.append({"key": key, "value": value, "mean": (key + value) / 2, "product": key * value}[leverage])
         sets.append(top_positions([np.inf] * sinks + scores[sinks:], budget))
+    return sets
+
+
+def main_direction(queries):
+    """The unit vector along which squared products with the queries are largest, on the side of most queries."""
+    gram = sum(np.outer(query, query) for query in queries)
+    vector = np.ones(len(gram)) + np.arange(len(gram)) / 7
+    for _ in range(3000):
+        vector = unit(gram @ vector)
+    ahead = sum(query @ vector > 0 for query in queries)
+    return vector if 2 * ahead > len(queries) else -vector
+
+
+def oracle_qfilters(queries, keys, budget):
+    """Tokens by the product of their key with the mean of the group's main directions."""
+    sets = []
+    for group in range(len(keys)):
+        members = heads_of(group, len(queries), len(keys))
+        mean = sum(main_direction(queries[head]) for head in members) / len(members)
+        sets.append(top_positions([key @ mean for key in keys[group]], budget))
     return sets
