@@ -15,7 +15,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -222,11 +222,12 @@ def documents_between(
     source: str = "sotu",
     limit: int | None = None,
     seed: int | None = None,
+    without: Collection[str] = (),
 ) -> Iterator[Document]:
     """Documents of `source` that have low <= tokens <= high, at most `limit`, in a fixed order.
 
-    The order is that of the names, or a shuffle by `seed`. `tokenizer` may be an LM too. Raises KvlabError where
-    none has such a length.
+    The order is that of the names, or a shuffle by `seed`. `tokenizer` may be an LM too; those `without` are left out.
+    Raises KvlabError where none has such a length.
     """
     if source in packs.PACKS:
         packs.pull(source)
@@ -237,6 +238,8 @@ def documents_between(
     for name in listed:
         if limit is not None and n_yielded >= limit:
             return
+        if name in without:
+            continue
         text = SOURCES[source].text(name.partition("/")[2])
         if not text.strip() or len(text.encode("utf-8")) < low:  # a token is at least a byte
             continue

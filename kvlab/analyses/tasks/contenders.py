@@ -19,6 +19,7 @@ LEFT_OUT = (
     "kvcompose",
     "kvzip",
     "laq",
+    "layered",
     "leverage",
     "merging",
     "qfilters",
