@@ -103,6 +103,15 @@ def test_commands_and_their_options_exist(page):
         assert (ROOT / words[1]).is_file(), words
 
 
+def test_presses_lead_to_policies_that_there_are():
+    page = (ROOT / "docs" / "kvpress.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|", page, re.MULTILINE)[1:]
+    presses = [name for press, _ in rows for name in re.findall(r"`(\w+)`", press)]
+    assert len(presses) == len(set(presses)) == int(re.search(r"has (\d+) classes", page)[1])
+    named = {name for _, here in rows for name in re.findall(r"`([a-z_]+)`", here)}
+    assert named - {"budget"} <= set(kvlab.policies())
+
+
 def test_policies_and_experiments_are_those_that_there_are():
     table = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[`(\w+)`\]\(policies/\1\.md\) \|", table, re.MULTILINE)
