@@ -107,7 +107,7 @@ def attributions(
     """`attribute` for several policies, with one prefill and one response for all of them."""
     lm, chosen = lm_of(lm), [policy(each) for each in policies]
     form = stored_as(storage)
-    if len({half.delayed for half in form.halves if not half.exact}) > 1:
+    if len(form.times) > 1:
         raise KvlabError(
             f"{form} rounds an entry's key and value at different times, which attribution cannot tell apart; use two "
             "storages that round at once, such as 'turbo-4/turbo-2'"

@@ -314,7 +314,10 @@ class AsIs:
 
     def half(self, name: str) -> AsIs:
         """The same entries with keys or values only, by name; the others have no channel."""
-        keys, values = (self.read(part)[..., : None if part == name else 0] for part in (KEYS, VALUES))
+        x = self.read(name)
+        # No view of the other half, which would keep all of it in memory.
+        none = x.new_empty(*x.shape[:3], 0)
+        keys, values = (x if part == name else none for part in (KEYS, VALUES))
         return type(self).of(keys, values, self.read(POSITIONS))
 
 

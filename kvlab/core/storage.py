@@ -31,7 +31,7 @@ class Storage:
         convert: brings entries into this form.
         group: how many channels share a step, which must divide the head size; 1 where the form asks for nothing.
         attempt: does what a device must be able to do, and raises where it is not.
-        delayed: whether an entry is rounded only once it is old.
+        tokens, newest: how many tokens are rounded together, and how many of the newest are not rounded.
         halves: the storages of keys and of values, where these differ.
     """
 
@@ -40,7 +40,8 @@ class Storage:
     convert: Callable[[AsIs], Entries] = field(compare=False, repr=False)
     group: int = field(default=1, compare=False)
     attempt: Callable[[torch.device], object] = field(default=_nothing, compare=False, repr=False)
-    delayed: bool = field(default=False, compare=False)
+    tokens: int = field(default=1, compare=False)
+    newest: int = field(default=0, compare=False)
     halves: tuple[Storage, ...] = field(default=(), compare=False, repr=False)
 
     hold = Renamed("convert")
@@ -52,6 +53,11 @@ class Storage:
     def exact(self) -> bool:
         """Whether what is read is what the model made."""
         return self.name == AS_IS.name
+
+    @property
+    def times(self) -> set[tuple[int, int]]:
+        """When an entry is rounded: `tokens` and `newest`, of its key and of its value where these differ."""
+        return {(half.tokens, half.newest) for half in self.halves or (self,) if not half.exact}
 
     def behind(self, policy: str) -> str:
         """A policy with the storage of what it keeps, as signatures name both; the plain one goes without saying."""
@@ -93,7 +99,9 @@ def kivi(bits: int, group: int = 32, residual: int = 128) -> Storage:
     usual = (group, residual) == (32, 128)
     name = f"kivi-{bits}" + ("" if usual else f"(group={group}, residual={residual})")
     summary = f"{bits} bits: keys per channel, values per token; the latest {residual} tokens as they are"
-    return Storage(name, summary, partial(Kivi, bits=bits, group=group, residual=residual), group, delayed=True)
+    return Storage(
+        name, summary, partial(Kivi, bits=bits, group=group, residual=residual), group, tokens=group, newest=residual
+    )
 
 
 def turbo(bits: int, inner_product: bool = False, seed: int = 0) -> Storage:

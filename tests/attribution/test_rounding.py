@@ -233,3 +233,5 @@ def test_halves_that_round_at_different_times_are_refused(tiny):
         kvlab.KvlabError, match="turbo-4/kivi-2 rounds an entry's key and value at different times.*use"
     ):
         attribute(tiny(), small("full"), prompt(48), 6, storage="turbo-4/kivi-2")
+    with pytest.raises(kvlab.KvlabError, match="at different times"):
+        attribute(tiny(), small("full"), prompt(48), 6, storage=keys_and_values(kivi(4, 8, 16), kivi(2, 8, 24)))

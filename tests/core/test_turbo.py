@@ -176,6 +176,13 @@ def test_what_cannot_be_is_refused():
         stored_as(name).check(80, CPU)
 
 
+def test_a_half_keeps_nothing_of_the_other_in_memory():
+    store = read("turbo-2/int8", unit_vectors(64))
+    halves = store._entries._keys, store._entries._values
+    taken = sum(x.untyped_storage().nbytes() for half in halves for x in half.slots.tensors.values())
+    assert taken <= store.allocated_bytes < VECTORS * 64 * 4, "less than either half in float32"
+
+
 def test_a_pair_of_one_is_no_pair():
     assert stored_as("int8/int8") is STORAGES["int8"] and stored_as("as_is/as_is").exact
     assert not stored_as("as_is/int8").exact and str(stored_as("turbo-4/kivi-2")) == "turbo-4/kivi-2"
