@@ -41,6 +41,8 @@ def test_float32_served_takes_the_bytes_of_bfloat16_and_keeps_its_values(name):
 def test_a_group_of_kivi_is_as_large_as_the_head_size_lets_it():
     assert [form.group for form in served.forms(["kivi-4", "int8"], 64).values()] == [32, 1]
     assert [form.group for form in served.forms(["kivi-4", "kivi-2"], 80).values()] == [16, 16]
+    (apart,) = served.forms(["turbo-4/kivi-2"], 80).values()
+    assert [half.group for half in apart.halves] == [2, 16]
     with pytest.raises(KvlabError, match="kivi-4"):
         served.forms(["kivi4"], 64)
 
