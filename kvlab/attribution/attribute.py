@@ -107,6 +107,11 @@ def attributions(
     """`attribute` for several policies, with one prefill and one response for all of them."""
     lm, chosen = lm_of(lm), [policy(each) for each in policies]
     form = stored_as(storage)
+    if len(form.times) > 1:
+        raise KvlabError(
+            f"{form} rounds an entry's key and value at different times, which attribution cannot tell apart; use two "
+            "storages that round at once, such as 'turbo-4/turbo-2'"
+        )
     if loss not in ("nll", "kl"):
         raise KvlabError(f"loss={loss!r} is neither 'nll' nor 'kl'")
     if not 1 <= whole("points", points) <= MOST_POINTS:

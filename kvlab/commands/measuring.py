@@ -44,7 +44,7 @@ def attribute(
         list[str] | None, typer.Option("-p", help="A parameter of the policy, key=value.", show_default=False)
     ] = None,
     storage: Annotated[
-        str, typer.Option("--storage", help="How kept entries are stored: as_is, fp8, int8, kivi-4, kivi-2.")
+        str, typer.Option("--storage", help="A name from `kvlab list storages`, or keys/values: turbo-4/kivi-2.")
     ] = "as_is",
     model: Model = "smollm2-135m",
     device: Device = "auto",

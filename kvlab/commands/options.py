@@ -18,9 +18,7 @@ Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, fl
 Model = Annotated[str, typer.Option("--model", help="Name, folder, GGUF file or Hugging Face id.")]
 Storages = Annotated[
     str,
-    typer.Option(
-        "--storage", help="How kept entries are stored: as_is, fp8, int8, kivi-4, kivi-2; or several of them."
-    ),
+    typer.Option("--storage", help="Names from `kvlab list storages`, or pairs for keys/values: int8,turbo-4/kivi-2."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON list of objects.")]
 

@@ -307,6 +307,19 @@ class AsIs:
     def plain(self) -> AsIs:
         return self
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Channels of a key and of a value."""
+        return self.slots.tensors[KEYS].shape[-1], self.slots.tensors[VALUES].shape[-1]
+
+    def half(self, name: str) -> AsIs:
+        """The same entries with keys or values only, by name; the others have no channel."""
+        x = self.read(name)
+        # No view of the other half, which would keep all of it in memory.
+        none = x.new_empty(*x.shape[:3], 0)
+        keys, values = (x if part == name else none for part in (KEYS, VALUES))
+        return type(self).of(keys, values, self.read(POSITIONS))
+
 
 class Rounded(AsIs):
     """Entries of which each is rounded by itself when it is stored.
@@ -330,8 +343,20 @@ class Rounded(AsIs):
         """What is stored of keys or values `[rows, kv_heads, n, head_dim]`."""
         raise NotImplementedError
 
+    def restored(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
+        """Keys or values as they are read, of what is stored of them."""
+        raise NotImplementedError
+
+    # One of keys and values has no channel where the other half is stored in another form.
+
     def packed(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        return self.rounded(KEYS, keys) | self.rounded(VALUES, values)
+        new = {KEYS: keys, VALUES: values}
+        for name, x in [(name, x) for name, x in new.items() if x.shape[-1]]:
+            new |= self.rounded(name, x)
+        return new
+
+    def unpacked(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
+        return self.restored(name, get, heads) if get(name).shape[-1] else get(name)
 
     def rounded_slots(self) -> Tensor:
         return ~super().rounded_slots()
@@ -351,7 +376,7 @@ class Int8(Rounded):
         codes = torch.where(step > 0, x / step.float(), 0).round().clamp(-127, 127)
         return {name: codes.to(torch.int8), f"{name} step": step}
 
-    def unpacked(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
+    def restored(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
         return (get(name).float() * get(f"{name} step").float()).to(self.dtype)
 
 
@@ -363,7 +388,8 @@ class Fp8(Rounded):
     LARGEST = 448.0
 
     def prepare(self, entries: AsIs) -> None:
-        largest = {name: entries.read(name).float().abs().amax((2, 3)) for name in (KEYS, VALUES)}
+        there = {name: x for name in (KEYS, VALUES) if (x := entries.read(name)).shape[-1]}
+        largest = {name: x.float().abs().amax((2, 3)) for name, x in there.items()}
         self.scales = {
             name: (x / self.LARGEST).clamp_min(torch.finfo(torch.float32).tiny) for name, x in largest.items()
         }
@@ -373,7 +399,7 @@ class Fp8(Rounded):
         # As bytes, since torch moves and indexes these on every device.
         return {name: scaled.to(torch.float8_e4m3fn).view(torch.uint8)}
 
-    def unpacked(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
+    def restored(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
         scale = self.scales[name] if heads is None else self.scales[name].flatten()[heads]
         return (get(name).view(torch.float8_e4m3fn).float() * scale[..., None, None]).to(self.dtype)
 

@@ -48,8 +48,10 @@ def codes(x: Tensor, steps: Tensor, zeros: Tensor, bits: int) -> Tensor:
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Codes `[..., head_dim]` in bytes `[..., head_dim x bits / 8]`: byte i has channels i, i + n, ... from its lowest
-    bits on, n how many bytes there are.
+    bits on, n how many bytes there are. Of 3 bits, the lower two of all channels come first.
     """
+    if bits == 3:
+        return torch.cat([pack_codes(codes & 3, 2), pack_codes(codes >> 2, 1)], -1)
     parts = codes.chunk(8 // bits, dim=-1)
     out = parts[0].clone()
     for i, part in enumerate(parts[1:], 1):
@@ -59,6 +61,9 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     """What `pack_codes` packed."""
+    if bits == 3:
+        third = packed.shape[-1] // 3
+        return unpack_codes(packed[..., : 2 * third], 2) | unpack_codes(packed[..., 2 * third :], 1) << 2
     mask = 2**bits - 1
     return torch.cat([(packed >> (bits * i)) & mask for i in range(8 // bits)], -1)
 
@@ -74,9 +79,10 @@ class PackedCodes(AsIs):
     def __init__(self, like: AsIs, bits: int, group: int):
         self.bits, self.group = bits, group
         self.dtype, self.head_dim = like.dtype, like.head_dim
-        keys = torch.empty(0, like.head_dim, dtype=torch.float32, device=like.device)
+        # One of keys and values has no channel where the other half is stored in another form.
+        keys, values = (torch.empty(0, n, dtype=torch.float32, device=like.device) for n in like.widths)
         self.steps, self.zeros = keys.half(), keys.half()
-        none = self._rounded(keys.view(0, group, like.head_dim), keys) | {
+        none = self._rounded(keys.view(0, group, like.head_dim), values) | {
             POSITIONS: torch.empty(0, dtype=torch.int32, device=like.device)
         }
         self.slots = DenseSlots(

@@ -44,7 +44,7 @@ class Picking:
             table = tensor.as_strided(((rows - 1) * apart[0] + (heads - 1) * apart[1] + n, width), (slot, 1))
             if apart not in self._rows:
                 self._rows[apart] = (slots + firsts(rows, heads, *apart, tensor.device)).flatten()
-            return table.index_select(0, self._rows[apart]).view(rows, heads, -1, width)
+            return table.index_select(0, self._rows[apart]).view(rows, heads, slots.shape[-1], width)
         index = slots.view(*slots.shape, *[1] * (tensor.dim() - 3)).expand(*slots.shape, *tensor.shape[3:])
         return tensor.gather(2, index)
 

@@ -10,6 +10,9 @@ import torch
 
 from kvlab.core.entries import AsIs, Entries, Fp8, Int8
 from kvlab.core.kivi import Kivi
+from kvlab.core.nvfp4 import BLOCK, Nvfp4
+from kvlab.core.pairs import Pair
+from kvlab.core.turbo import Turbo
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib.renamed import Renamed
 
@@ -28,6 +31,8 @@ class Storage:
         convert: brings entries into this form.
         group: how many channels share a step, which must divide the head size; 1 where the form asks for nothing.
         attempt: does what a device must be able to do, and raises where it is not.
+        tokens, newest: how many tokens are rounded together, and how many of the newest are not rounded.
+        halves: the storages of keys and of values, where these differ.
     """
 
     name: str
@@ -35,6 +40,9 @@ class Storage:
     convert: Callable[[AsIs], Entries] = field(compare=False, repr=False)
     group: int = field(default=1, compare=False)
     attempt: Callable[[torch.device], object] = field(default=_nothing, compare=False, repr=False)
+    tokens: int = field(default=1, compare=False)
+    newest: int = field(default=0, compare=False)
+    halves: tuple[Storage, ...] = field(default=(), compare=False, repr=False)
 
     hold = Renamed("convert")
 
@@ -46,12 +54,19 @@ class Storage:
         """Whether what is read is what the model made."""
         return self.name == AS_IS.name
 
+    @property
+    def times(self) -> set[tuple[int, int]]:
+        """When an entry is rounded: `tokens` and `newest`, of its key and of its value where these differ."""
+        return {(half.tokens, half.newest) for half in self.halves or (self,) if not half.exact}
+
     def behind(self, policy: str) -> str:
         """A policy with the storage of what it keeps, as signatures name both; the plain one goes without saying."""
         return policy if self.exact else f"{policy}+{self.name}"
 
     def check(self, head_dim: int, device: torch.device) -> None:
         """Raise KvlabError where heads of this size, or this device, cannot have it."""
+        for half in self.halves:
+            half.check(head_dim, device)
         if head_dim % self.group:
             raise KvlabError(
                 f"{self.name} rounds values in groups of {self.group} channels, which do not divide this model's head "
@@ -84,7 +99,48 @@ def kivi(bits: int, group: int = 32, residual: int = 128) -> Storage:
     usual = (group, residual) == (32, 128)
     name = f"kivi-{bits}" + ("" if usual else f"(group={group}, residual={residual})")
     summary = f"{bits} bits: keys per channel, values per token; the latest {residual} tokens as they are"
-    return Storage(name, summary, partial(Kivi, bits=bits, group=group, residual=residual), group)
+    return Storage(
+        name, summary, partial(Kivi, bits=bits, group=group, residual=residual), group, tokens=group, newest=residual
+    )
+
+
+def turbo(bits: int, inner_product: bool = False, seed: int = 0) -> Storage:
+    """TurboQuant with other parameters than those of its names.
+
+    Args:
+        bits: 2, 3 or 4, for each number.
+        inner_product: whether one of the bits is the sign of a projected residual, which makes inner products unbiased.
+        seed: of the rotation.
+
+    Raises:
+        KvlabError: bits that cannot be.
+    """
+    if bits not in (2, 3, 4):
+        raise KvlabError(f"TurboQuant takes 2, 3 or 4 bits, not {bits}; 'int8' has 8")
+    others = [f"inner_product={inner_product}"] * inner_product + [f"seed={seed}"] * bool(seed)
+    name = f"turbo-{bits}" + (f"({', '.join(others)})" if others else "")
+    summary = f"{bits} bits for each rotated channel" + ", one of them the residual's sign" * inner_product
+    # So many channels fill whole bytes.
+    group = 8 if inner_product or bits == 3 else 8 // bits
+    convert = partial(Turbo, bits=bits, inner_product=inner_product, seed=seed)
+    return Storage(name, summary + "; a norm for each key and each value", convert, group)
+
+
+def keys_and_values(keys: str | Storage, values: str | Storage) -> Storage:
+    """Keys in one storage and values in another, as the name `turbo-4/kivi-2` says it.
+
+    Raises:
+        KvlabError: an unknown name, with the nearest.
+    """
+    halves = stored_as(keys), stored_as(values)
+    if halves[0] == halves[1]:
+        return halves[0]
+    for half in halves:
+        if half.halves:
+            raise KvlabError(f"a half of a pair is one storage, such as 'turbo-4/kivi-2', and not {half.name!r}")
+    convert = partial(Pair, keys=halves[0].convert, values=halves[1].convert)
+    name = "/".join(half.name for half in halves)
+    return Storage(name, f"keys in {halves[0]}, values in {halves[1]}", convert, halves=halves)
 
 
 def _converts_to_fp8(device: torch.device) -> object:
@@ -110,21 +166,31 @@ STORAGES = {
         Storage("int8", "8 bits, a step for each key and each value", Int8),
         kivi(4),
         kivi(2),
+        turbo(4),
+        turbo(3),
+        turbo(2),
+        Storage(
+            "nvfp4",
+            "4-bit floats (e2m1), a scale in 8 bits for each 16 channels",
+            Nvfp4,
+            BLOCK,
+            attempt=_converts_to_fp8,
+        ),
     )
 }
 
 
 def storages() -> list[str]:
-    """Names that `storage=` takes.
+    """Names that `storage=` takes. Two of them, as in `turbo-4/kivi-2`, store keys and values apart.
 
     >>> storages()
-    ['as_is', 'fp8', 'int8', 'kivi-4', 'kivi-2']
+    ['as_is', 'fp8', 'int8', 'kivi-4', 'kivi-2', 'turbo-4', 'turbo-3', 'turbo-2', 'nvfp4']
     """
     return list(STORAGES)
 
 
 def stored_as(wanted: str | Storage) -> Storage:
-    """A storage by name, or the object itself.
+    """A storage by name, or the object itself. The name of a pair is that of the keys' storage, "/", the values'.
 
     Raises:
         KvlabError: an unknown name, with the nearest.
@@ -133,6 +199,11 @@ def stored_as(wanted: str | Storage) -> Storage:
         return wanted
     if not isinstance(wanted, str):
         raise KvlabError(f"a storage is a name, such as 'kivi-4', and not {wanted!r:.60}")
+    if wanted.count("/") == 1:
+        for half, name in zip(("keys", "values"), wanted.split("/"), strict=True):
+            if name not in STORAGES:
+                raise KvlabError(nearest(name, STORAGES, f"storage of {half}"))
+        return keys_and_values(*wanted.split("/"))
     if wanted not in STORAGES:
         raise KvlabError(nearest(wanted, STORAGES, "storage"))
     return STORAGES[wanted]

@@ -231,7 +231,7 @@ class Session:
         why = None
         if self.policy.needs.acts_while_decoding:
             why = f"{self.policy.name} cannot take tokens back, since it acts on every one that it is fed"
-        elif self.storage.group > 1:
+        elif any(tokens > 1 for tokens, _ in self.storage.times):
             why = f"{self.storage.name} rounds several tokens together and cannot take single ones back"
         elif self._reports.probes:
             why = "probes look at single steps"

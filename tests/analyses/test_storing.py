@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 import torch
 from support.spread import students
-from support.storing import FEW, MIB
+from support.storing import FEW, MIB, losses
 
 import kvlab
 from kvlab.analyses.tasks import scores
@@ -13,6 +13,7 @@ from kvlab.analyses.together import served, storing
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.live import passes
+from kvlab.render.figures import storage as draw
 
 
 def store(dtype, storage, n=300):
@@ -33,12 +34,15 @@ def test_float32_served_takes_the_bytes_of_bfloat16_and_keeps_its_values(name):
     assert ours.kv_bytes == store(torch.bfloat16, kvlab.core.storage.stored_as(name)).kv_bytes
     assert ours.kv_bytes == ours.bytes_of(torch.arange(340).expand(2, 3, -1))
     assert torch.equal(ours.keys, plain.keys) and torch.equal(ours.values, plain.values)
-    assert ours.kv_bytes < plain.kv_bytes or name in ("int8", "fp8")
+    in_model_precision = name == "as_is" or name.startswith("kivi")
+    assert (ours.kv_bytes < plain.kv_bytes) == in_model_precision
 
 
 def test_a_group_of_kivi_is_as_large_as_the_head_size_lets_it():
     assert [form.group for form in served.forms(["kivi-4", "int8"], 64).values()] == [32, 1]
     assert [form.group for form in served.forms(["kivi-4", "kivi-2"], 80).values()] == [16, 16]
+    (apart,) = served.forms(["turbo-4/kivi-2"], 80).values()
+    assert [half.group for half in apart.halves] == [2, 16]
     with pytest.raises(KvlabError, match="kivi-4"):
         served.forms(["kivi4"], 64)
 
@@ -127,6 +131,21 @@ def test_differences_are_paired_at_equal_bytes():
     alone = found.row(storing.BOTH_OR_EVICT, share=0.2, policy="two", other="rounded", measure="kl")
     assert alone.value == pytest.approx(0.5 - 0.2)
     assert not any("small" in name or "/0.9/" in name for name in found.metrics)
+
+
+def test_two_storages_of_one_policy_meet_at_equal_bytes():
+    curves = {"one__first": [(10, 0.5), (40, 0.1)], "one__second": [(20, 0.1), (60, 0.0)]}
+    made = losses(
+        full__as_is={"a": [(100, 0.0)], "b": [(100, 0.0)]},
+        one__as_is={"a": [(10, 0.9)], "b": [(10, 0.9)]},
+        **{name: {"a": points, "b": [(size, loss / 2) for size, loss in points]} for name, points in curves.items()},
+    )
+    found = storing.findings(made, [0.2, 0.5])
+    row = found.row(storing.STORED, share=0.2, policy="one", storage="first", other="second", measure="kl")
+    # 20 MiB lie half way between 10 and 40 on a logarithmic axis: 0.3 against 0.1, and half of both.
+    assert (row.value, row.low, row.high) == pytest.approx((0.15, *students((0.2, 0.1))), rel=1e-4)
+    assert not any(name.startswith("stored/0.5/") for name in found.metrics), "the first ends at 40 MiB"
+    assert "Keep in first, or in second? at 20%" in {row["paper"] for row in draw._stored(found, "kl")}
 
 
 def test_points_are_means_over_documents_and_know_their_front():

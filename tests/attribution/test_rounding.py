@@ -17,9 +17,17 @@ from kvlab.attribution.attribute import attribute
 from kvlab.attribution.gated import LayerReads, Line, Rounding
 from kvlab.core.entries import Rounded
 from kvlab.core.softmax import Softmax
-from kvlab.core.storage import Storage, kivi
+from kvlab.core.storage import Storage, keys_and_values, kivi
 
-STORAGES = {"int8": "int8", "fp8": "fp8", "kivi-2": kivi(2, group=8, residual=16), "kivi-4": kivi(4, 8, residual=3)}
+STORAGES = {
+    "int8": "int8",
+    "fp8": "fp8",
+    "kivi-2": kivi(2, group=8, residual=16),
+    "kivi-4": kivi(4, 8, residual=3),
+    "turbo-2": "turbo-2",
+    "turbo-4/int8": "turbo-4/int8",
+    "as_is/kivi-2": keys_and_values("as_is", kivi(2, group=8, residual=16)),
+}
 POLICIES = ["full", "snapkv", "h2o", "quest", "duoattention", "compilerkv", "adakv", "morphkv"]
 
 
@@ -52,7 +60,7 @@ def test_the_losses_are_those_of_a_live_session_with_this_storage(tiny, name, st
     assert why.summary["loss_full"] == pytest.approx(sums["nll_full"], abs=1e-3)
 
 
-@pytest.mark.parametrize("storage", ["int8", "kivi-2", "kivi-4"])
+@pytest.mark.parametrize("storage", ["int8", "kivi-2", "kivi-4", "turbo-4/int8"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_effects_are_those_of_gates_that_torch_differentiates(tiny, name, storage):
     lm = gates.sharpened(tiny())
@@ -218,3 +226,12 @@ def test_a_gradient_check_of_the_line(softmax):
         return Line(layer, torch.tensor([0.25, 0.75], dtype=torch.float64), torch.ones(2), softmax).attend(*tensors)
 
     assert torch.autograd.gradcheck(attend, given)
+
+
+def test_halves_that_round_at_different_times_are_refused(tiny):
+    with pytest.raises(
+        kvlab.KvlabError, match="turbo-4/kivi-2 rounds an entry's key and value at different times.*use"
+    ):
+        attribute(tiny(), small("full"), prompt(48), 6, storage="turbo-4/kivi-2")
+    with pytest.raises(kvlab.KvlabError, match="at different times"):
+        attribute(tiny(), small("full"), prompt(48), 6, storage=keys_and_values(kivi(4, 8, 16), kivi(2, 8, 24)))

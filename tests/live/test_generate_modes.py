@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 import kvlab
 from kvlab import KvlabError
-from kvlab.core.storage import kivi
+from kvlab.core.storage import keys_and_values, kivi
 
 
 def sequences(model, ids, n=12, **options):
@@ -83,9 +83,21 @@ def test_with_drafts_a_policy_says_what_it_says_without_or_refuses_them(drafting
 def test_drafts_are_refused_where_probes_or_a_storage_need_single_steps(drafting):
     model, draft, ids = drafting
     rounding = kivi(4, group=16)
-    for options, why in (({"probes": ["mass_lost"]}, "single steps"), ({"storage": rounding}, "rounds several tokens")):
+    forms = rounding, keys_and_values("turbo-4", rounding), keys_and_values(rounding, "int8")
+    several = [({"storage": form}, "rounds several tokens") for form in forms]
+    for options, why in (({"probes": ["mass_lost"]}, "single steps"), *several):
         with kvlab.compress(model, small("snapkv"), **options), pytest.raises(KvlabError, match=why):
             sequences(model, ids, assistant_model=draft)
+
+
+@pytest.mark.parametrize("form", ["int8", "turbo-4", "nvfp4", "turbo-2/fp8"])
+def test_storages_that_round_each_token_by_itself_take_drafts(drafting, form):
+    model, draft, ids = drafting
+    found = []
+    for options in ({}, {"assistant_model": draft}):
+        with kvlab.compress(model, small("snapkv"), storage=form):
+            found.append(sequences(model, ids, 20, **options))
+    assert found[0] == found[1]
 
 
 def test_layers_of_the_model_itself_do_not_draft(tiny):

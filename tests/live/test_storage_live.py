@@ -9,12 +9,20 @@ from support.sessions import state
 from support.tensors import sets
 
 import kvlab
-from kvlab.core.storage import kivi, stored_as
+from kvlab.core.storage import keys_and_values, kivi, stored_as
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 
 SMALL = kivi(4, group=8, residual=12)
-FORMS = {"fp8": "fp8", "int8": "int8", "kivi-4": SMALL, "kivi-2": kivi(2, group=8, residual=12)}
+FORMS = {
+    "fp8": "fp8",
+    "int8": "int8",
+    "kivi-4": SMALL,
+    "kivi-2": kivi(2, group=8, residual=12),
+    "turbo-4": "turbo-4",
+    "nvfp4": "nvfp4",
+    "turbo-4/kivi-4": keys_and_values("turbo-4", SMALL),
+}
 POLICIES = {
     "full": {},
     "snapkv": dict(budget=30, window=6, kernel=3),

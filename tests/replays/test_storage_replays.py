@@ -13,7 +13,8 @@ from support.stepwise import Watch
 from support.tensors import exact, layer, sets
 
 import kvlab
-from kvlab.core.storage import kivi
+from kvlab.core.storage import keys_and_values, kivi
+from kvlab.core.turbo import codebook
 from kvlab.errors import KvlabError
 
 LAYERS, HEADS, KV_HEADS, DIM, PROMPT, STEPS = 2, 4, 2, 32, 70, 60
@@ -23,7 +24,15 @@ FORMS = {
     "int8": ("int8", oracles.Int8),
     "kivi-4": (kivi(4, **SMALL), lambda: oracles.Kivi(4, **SMALL)),
     "kivi-2": (kivi(2, **SMALL), lambda: oracles.Kivi(2, **SMALL)),
+    "nvfp4": ("nvfp4", oracles.Nvfp4),
+    "turbo-3": ("turbo-3", lambda: oracles.Turbo(codebook(3, DIM), DIM)),
+    "turbo-4/kivi-2": (
+        keys_and_values("turbo-4", kivi(2, **SMALL)),
+        lambda: oracles.Pair(oracles.Turbo(codebook(4, DIM), DIM), oracles.Kivi(2, **SMALL)),
+    ),
 }
+FURTHEST = {"as_is": 0, "kivi-2": 1.5, "nvfp4": 0.6, "turbo-3": 1.5, "turbo-4/kivi-2": 0.8}
+"""How far a key that is read may be from the one that came; 0.4 for other forms."""
 POLICIES = {
     "full": {},
     "streamingllm": dict(budget=48),
@@ -92,7 +101,7 @@ def test_heads_that_keep_different_numbers(trace, form, tmp_path):
         wanted = [p for p in positions if p >= 0]
         near = trace.keys[1, head, wanted]
         found = store.keys[1, head, : len(wanted)]
-        torch.testing.assert_close(found, near, atol=1.5 if form == "kivi-2" else 0.4 if form != "as_is" else 0, rtol=0)
+        torch.testing.assert_close(found, near, atol=FURTHEST.get(form, 0.4), rtol=0)
     assert not store.keys[store.positions < 0].any()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvlab.core.entries import AsIs
-from kvlab.core.storage import Storage, kivi, stored_as
+from kvlab.core.storage import Storage, keys_and_values, kivi, stored_as
 
 NUMBER = 2
 """Bytes of a number in bfloat16."""
@@ -45,9 +45,11 @@ def forms(names: Sequence[str], head_dim: int) -> dict[str, Storage]:
     Raises:
         KvlabError: an unknown name, or a head size that no group divides.
     """
-    found: dict[str, Storage] = {}
-    for name in names:
-        group = math.gcd(GROUP, head_dim)
-        fits = name not in KIVI or group == GROUP
-        found[name] = as_served(name if fits else kivi(KIVI[name], group=group))
-    return found
+    group = math.gcd(GROUP, head_dim)
+
+    def fitting(storage: Storage) -> Storage:
+        if storage.halves:
+            return keys_and_values(*map(fitting, storage.halves))
+        return kivi(KIVI[storage.name], group=group) if storage.name in KIVI and group != GROUP else storage
+
+    return {name: as_served(fitting(stored_as(name))) for name in names}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
@@ -57,6 +58,9 @@ BOTH = "both_or_quantise/{storage}/{policy}/{other}/{measure}"
 """A policy stored as `other` at the bytes of the full cache in `storage`, minus that cache: below zero, both are."""
 BOTH_OR_EVICT = "both_or_evict/{share:g}/{policy}/{other}/{measure}"
 """A policy as it is minus the same stored as `other`, both at a share of the full cache: above zero, both win."""
+STORED = "stored/{share:g}/{policy}/{storage}/{other}/{measure}"
+"""A policy stored in `storage` minus the same stored as `other`, both at a share of the full cache: above zero, `other`
+loses less."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +269,7 @@ def findings(measured: pd.DataFrame, shares: Sequence[float]) -> Findings:
         shares: of the full cache's bytes, at which policies as they are meet the same in another storage.
 
     Returns:
-        Rows of WHOLE, SIZE, EVICT, BOTH and ALONE, with intervals over documents; only those that exist.
+        Rows of WHOLE, SIZE, EVICT, BOTH, BOTH_OR_EVICT and STORED that exist, with intervals over documents.
     """
     found = Findings(measured)
     full = measured.query("policy == 'full'")
@@ -299,6 +303,11 @@ def findings(measured: pd.DataFrame, shares: Sequence[float]) -> Findings:
                         found.add_difference(
                             BOTH_OR_EVICT, evicted, both, share=share, policy=policy, other=other, measure=name
                         )
+                for storage, other in combinations([form for form in forms if form != PLAIN], 2):
+                    pair = [read_off(measured, policy, form, name, share * everything) for form in (storage, other)]
+                    if pair[0] is not None and pair[1] is not None:
+                        keys = {"share": share, "policy": policy, "storage": storage, "other": other, "measure": name}
+                        found.add_difference(STORED, pair[0], pair[1], **keys)
     return found
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvlab.analyses.findings import Findings
 
-DASHES: dict[str, Any] = {storing.PLAIN: "-"}
+DASHES: dict[str, Any] = {storing.PLAIN: "-", "turbo-4": (0, (1, 1)), "nvfp4": (0, (5, 1, 1, 1))}
 OTHER_DASH = (0, (3, 1.5))
 FRONT = {"color": INK, "linewidth": 0.9, "linestyle": (0, (1, 1.5)), "zorder": 2}
 LABEL_OFFSETS = ((13, -4), (25, -8), (13, 10), (25, 16))
@@ -128,7 +128,7 @@ def differences(found: Findings, name: str = "kl") -> Figure:
 
     found: of `storing.findings`; name: the measure.
     """
-    rows = [*_evict(found, name), *_both(found, name), *_both_or_evict(found, name)]
+    rows = [*_evict(found, name), *_both(found, name), *_both_or_evict(found, name), *_stored(found, name)]
     table = pd.DataFrame(rows, columns=["paper", "label", "value", "low", "high"])
     title = f"Differences at equal stored bytes: {storing.MEASURES[name]}"
     better, worse = (theme.WORDS[colour] for colour in (theme.BETTER, theme.WORSE))
@@ -161,6 +161,13 @@ def _both_or_evict(found: Findings, name: str) -> list[dict[str, Any]]:
     return [
         _row(row, f"Evict alone, or evict less and keep in {row['other']}? at {row['share']:.0%}", row["policy"])
         for row in found.frame(storing.BOTH_OR_EVICT).query("measure == @name").to_dict("records")
+    ]
+
+
+def _stored(found: Findings, name: str) -> list[dict[str, Any]]:
+    return [
+        _row(row, f"Keep in {row['storage']}, or in {row['other']}? at {row['share']:.0%}", row["policy"])
+        for row in found.frame(storing.STORED).query("measure == @name").to_dict("records")
     ]
 
 

@@ -7,6 +7,7 @@ KIVI is written from its paper (Liu et al. 2024, section 3 and algorithm 1); whe
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import lru_cache
 
 import numpy as np
 
@@ -115,7 +116,7 @@ class Kivi(AsIs):
 
 
 class OneByOne(AsIs):
-    """Each entry is rounded when it comes."""
+    """Each entry is rounded when it comes. A half of a pair has no other half: an empty vector."""
 
     def __init__(self):
         self.known = set()
@@ -126,10 +127,14 @@ class OneByOne(AsIs):
         return slots
 
     def merged(self, slot):
-        return slot._replace(key=self.vector(slot.key, 0), value=self.vector(slot.value, 1))
+        key, value = (self.vector(x, i) if len(x) else x for i, x in enumerate((slot.key, slot.value)))
+        return slot._replace(key=key, value=value)
 
     def forget(self, position):
         self.known.discard(position)
+
+    def bytes_of(self, slots):
+        return sum(self.size(len(x)) for slot in slots for x in (slot.key, slot.value) if len(x))
 
 
 class Int8(OneByOne):
@@ -139,8 +144,8 @@ class Int8(OneByOne):
         step = np.float32(half_above(np.float32(max(abs(np.float32(n)) for n in x)) / np.float32(127)))
         return np.array([float(np.float32(np.rint(np.float32(n) / step)) * step) if step else 0.0 for n in x])
 
-    def bytes_of(self, slots):
-        return sum(len(slot.key) + len(slot.value) + 2 * 2 for slot in slots)
+    def size(self, channels):
+        return channels + 2
 
 
 def e4m3():
@@ -154,14 +159,14 @@ def e4m3():
 class Fp8(OneByOne):
     """8-bit floats of everything over the largest magnitude of the head's prompt / 448."""
 
-    NUMBERS = e4m3()
+    NUMBERS, LARGEST = e4m3(), 448
     scales = None
 
     def settled(self, slots, seen):
         if self.scales is None:
             parts = [[slot.key for slot in slots], [slot.value for slot in slots]]
-            largest = [max(abs(np.float32(x)) for vector in vectors for x in vector) for vectors in parts]
-            self.scales = [np.float32(x) / np.float32(448) for x in largest]
+            largest = [[abs(np.float32(x)) for vector in vectors for x in vector] for vectors in parts]
+            self.scales = [np.float32(max(x)) / np.float32(self.LARGEST) if x else None for x in largest]
         return super().settled(slots, seen)
 
     def vector(self, x, which):
@@ -169,9 +174,122 @@ class Fp8(OneByOne):
 
     def number(self, x):
         size = min(abs(float(x)), 448.0)
-        # Of two that are equally near, the one whose last bit is 0.
-        best = min(range(127), key=lambda c: (abs(self.NUMBERS[c] - size), c % 2))
-        return float(np.copysign(self.NUMBERS[best], x))
+        return float(np.copysign(nearest(self.NUMBERS, size), x))
+
+    def size(self, channels):
+        return channels
 
     def bytes_of(self, slots):
-        return sum(len(slot.key) + len(slot.value) for slot in slots) + 2 * 4
+        return super().bytes_of(slots) + sum(4 for scale in self.scales if scale is not None)
+
+
+def nearest(numbers, x):
+    """Of two that are equally near, the one whose code is even."""
+    return numbers[min(range(len(numbers)), key=lambda code: (abs(numbers[code] - x), code % 2))]
+
+
+class Nvfp4(Fp8):
+    """Blocks of 16: codes in e2m1 x a scale in e4m3 x the head's scale, its prompt's largest magnitude / (6 x 448)."""
+
+    CODES, LARGEST = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], 6 * 448
+
+    def vector(self, x, which):
+        found, outer = [], self.scales[which]
+        for start in range(0, len(x), 16):
+            block = [np.float32(n) / outer for n in x[start : start + 16]]
+            scale = np.float32(self.number(max(abs(n) for n in block) / np.float32(6)))
+            for n in block:
+                code = np.float32(nearest(self.CODES, abs(float(n / scale)))) if scale else np.float32(0)
+                found.append(float(np.copysign(code * scale * outer, n)))
+        return np.array(found)
+
+    def size(self, channels):
+        return channels / 2 + channels / 16
+
+
+@lru_cache
+def mean_coordinate(head_dim):
+    """The mean magnitude of a coordinate of a random unit vector, by its density."""
+    u = (np.arange(200_000) + 0.5) / 200_000
+    density = (1 - u**2) ** ((head_dim - 3) / 2)
+    return (u * density).sum() / density.sum()
+
+
+@lru_cache
+def turn(head_dim, seed):
+    """TurboQuant's rotation as a matrix: signs, Hadamard blocks of the largest power of two, a mix of the blocks."""
+    width = 1
+    while head_dim % (2 * width) == 0:
+        width *= 2
+    blocks = head_dim // width
+    random = np.random.RandomState(seed)
+    signs = [random.choice([-1.0, 1.0]) for _ in range(head_dim)]
+    mix, upper = np.linalg.qr(random.standard_normal((blocks, blocks)))
+    found = np.zeros((head_dim, head_dim))
+    for i, j in np.ndindex(head_dim, head_dim):
+        together = bin(i % width & j % width).count("1")
+        weight = mix[i // width, j // width] * np.sign(upper[j // width, j // width]) if blocks > 1 else 1
+        found[i, j] = weight * (-1) ** together / np.sqrt(width) * signs[j]
+    return found
+
+
+class Turbo(OneByOne):
+    """TurboQuant's algorithm 1, and 2 where `inner_product`; norms are float16.
+
+    levels: of the codes, of one bit less where `inner_product`.
+    """
+
+    def __init__(self, levels, head_dim, inner_product=False, seed=0):
+        super().__init__()
+        self.levels, self.inner_product = [float(level) for level in levels], inner_product
+        self.turn = turn(head_dim, seed)
+        q, upper = np.linalg.qr(np.random.RandomState(seed).standard_normal((head_dim, head_dim)))
+        self.project = np.round(q * np.sign(np.diag(upper)) * 2**14) / 2**14
+
+    def vector(self, x, which):
+        x = np.array([float(np.float32(n)) for n in x])
+        norm = np.sqrt(sum(n * n for n in x))
+        if not norm:
+            return x
+        turned = self.turn @ (x / norm)
+        found = np.array([min(self.levels, key=lambda level: abs(level - n)) for n in turned])
+        if self.inner_product:
+            residual = turned - found
+            signs = np.array([1.0 if n >= 0 else -1.0 for n in self.project @ residual])
+            length = 1 / (len(x) * mean_coordinate(len(x)))
+            found = found + self.project.T @ signs * length * float(np.float16(np.sqrt(residual @ residual)))
+        return self.turn.T @ found * float(np.float16(norm))
+
+    def size(self, channels):
+        bits = np.log2(len(self.levels)) + self.inner_product
+        return channels * bits / 8 + 2 + 2 * self.inner_product
+
+
+class Pair(AsIs):
+    """Keys in one storage and values in another: each sees entries without the other half."""
+
+    def __init__(self, keys, values):
+        self.of_keys, self.of_values = keys, values
+
+    def apart(self, slots):
+        none = np.array([])
+        return [slot._replace(value=none) for slot in slots], [slot._replace(key=none) for slot in slots]
+
+    def joined(self, keys, values):
+        return [one._replace(value=other.value) for one, other in zip(keys, values, strict=True)]
+
+    def settled(self, slots, seen):
+        keys, values = self.apart(slots)
+        return self.joined(self.of_keys.settled(keys, seen), self.of_values.settled(values, seen))
+
+    def merged(self, slot):
+        (key,), (value,) = self.apart([slot])
+        return self.joined([self.of_keys.merged(key)], [self.of_values.merged(value)])[0]
+
+    def forget(self, position):
+        self.of_keys.forget(position)
+        self.of_values.forget(position)
+
+    def bytes_of(self, slots):
+        keys, values = self.apart(slots)
+        return self.of_keys.bytes_of(keys) + self.of_values.bytes_of(values)
