@@ -161,10 +161,10 @@ class AsIs:
     # How keys and values `[rows, kv_heads, n, head_dim]` become what is stored of them, and are read again. `heads` are
     # those, counted row by row, that tensors `[heads, count, ...]` belong to; None for `[rows, kv_heads, n, ...]`.
 
-    def packed(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def _packed(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         return {KEYS: keys, VALUES: values}
 
-    def unpacked(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
+    def _unpacked(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
         return get(name)
 
     # ------------------------------------------------------------------ reading
@@ -190,13 +190,13 @@ class AsIs:
         return self.slots.ragged
 
     def read(self, name: str) -> Tensor:
-        return self.slots.view(name) if name == POSITIONS else self.unpacked(name, self.slots.view)
+        return self.slots.view(name) if name == POSITIONS else self._unpacked(name, self.slots.view)
 
     def row(self, name: str, row: int) -> Tensor:
         if name == POSITIONS:
             return self.slots.view(name)[row]
         heads = slice(row * self.shape[1], (row + 1) * self.shape[1])
-        return self.unpacked(name, lambda part: self.slots.view(part)[row], heads)
+        return self._unpacked(name, lambda part: self.slots.view(part)[row], heads)
 
     def head(self, name: str, head: int) -> Tensor:
         """The entries `[count, ...]` of one head."""
@@ -204,7 +204,7 @@ class AsIs:
         def part(name: str) -> Tensor:
             return self.slots.of(self.slots.tensors[name], head)
 
-        return part(name) if name == POSITIONS else self.unpacked(name, part)
+        return part(name) if name == POSITIONS else self._unpacked(name, part)
 
     def heads(self, name: str) -> Iterator[Tensor]:
         """The entries `[count, ...]` of one head after the other."""
@@ -212,7 +212,7 @@ class AsIs:
             return (head for row in self.read(name) for head in row)
         # All at once, with what lies between the heads: few large operations are faster than many small ones.
         slots = self.slots
-        whole = slots.tensors[name] if name == POSITIONS else self.unpacked(name, slots.tensors.__getitem__)
+        whole = slots.tensors[name] if name == POSITIONS else self._unpacked(name, slots.tensors.__getitem__)
         return (slots.of(whole, head) for head in range(len(slots.counts)))
 
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,10 +221,10 @@ class AsIs:
         def part(name: str) -> Tensor:
             return picking(self.slots.view(name))
 
-        return self.unpacked(KEYS, part), self.unpacked(VALUES, part)
+        return self._unpacked(KEYS, part), self._unpacked(VALUES, part)
 
     def since(self, name: str, slot: int) -> Tensor:
-        return self.unpacked(name, lambda part: self.slots.view(part)[:, :, slot:])
+        return self._unpacked(name, lambda part: self.slots.view(part)[:, :, slot:])
 
     def rounded_slots(self) -> Tensor:
         return torch.zeros(*self.shape, self.length, dtype=torch.bool, device=self.device)
@@ -236,12 +236,12 @@ class AsIs:
             def part(name: str, first: int = first, n: int = n) -> Tensor:
                 return self.slots.run(self.slots.tensors[name], first, n)
 
-            yield heads, self.unpacked(KEYS, part, heads), self.unpacked(VALUES, part, heads)
+            yield heads, self._unpacked(KEYS, part, heads), self._unpacked(VALUES, part, heads)
 
     # ------------------------------------------------------------------ the verbs
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor | int) -> None:
-        new: dict[str, Tensor | int] = {**self.packed(keys, values), POSITIONS: positions}
+        new: dict[str, Tensor | int] = {**self._packed(keys, values), POSITIONS: positions}
         if isinstance(positions, Tensor):
             new[POSITIONS] = positions.expand(keys.shape[:3])
         self.slots.append(new, keys.shape[2])
@@ -266,7 +266,7 @@ class AsIs:
         self.slots.truncate(n)
 
     def put(self, slot: Tensor, keys: Tensor, values: Tensor) -> None:
-        new = self.packed(keys.unsqueeze(2), values.unsqueeze(2))
+        new = self._packed(keys.unsqueeze(2), values.unsqueeze(2))
         self.slots.put(slot, {name: x.squeeze(2) for name, x in new.items()})
 
     def expand(self, repeats: int) -> None:
@@ -285,24 +285,24 @@ class AsIs:
 
     @property
     def kv_bytes(self) -> int:
-        return self.slots.total * self.entry_bytes() + self.fixed_bytes
+        return self.slots.total * self.entry_bytes() + self._fixed_bytes
 
     @property
     def key_bytes(self) -> int:
-        return self.slots.total * self.entry_bytes(KEYS) + self.fixed_bytes // 2
+        return self.slots.total * self.entry_bytes(KEYS) + self._fixed_bytes // 2
 
     def bytes_of(self, slots: Tensor) -> int:
         n = int((slots >= 0).sum()) if padded(slots) else slots.numel()
-        return n * self.entry_bytes() + self.fixed_bytes
+        return n * self.entry_bytes() + self._fixed_bytes
 
     @property
-    def fixed_bytes(self) -> int:
+    def _fixed_bytes(self) -> int:
         """Bytes that it takes to read keys and values however few they are."""
         return 0
 
     @property
     def allocated_bytes(self) -> int:
-        return self.slots.nbytes + self.fixed_bytes
+        return self.slots.nbytes + self._fixed_bytes
 
     def plain(self) -> AsIs:
         return self
@@ -318,7 +318,7 @@ class Rounded(AsIs):
     def __init__(self, entries: AsIs):
         self.dtype, self.head_dim = entries.dtype, entries.head_dim
         self.prepare(entries)
-        kept, positions = self.packed(entries.read(KEYS), entries.read(VALUES)), entries.read(POSITIONS)
+        kept, positions = self._packed(entries.read(KEYS), entries.read(VALUES)), entries.read(POSITIONS)
         self.slots = DenseSlots(kept | {POSITIONS: positions})
         if entries.ragged:
             self.evict(torch.arange(self.length, device=positions.device).where(positions != EMPTY, EMPTY))
@@ -330,7 +330,7 @@ class Rounded(AsIs):
         """What is stored of keys or values `[rows, kv_heads, n, head_dim]`."""
         raise NotImplementedError
 
-    def packed(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def _packed(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         return self.rounded(KEYS, keys) | self.rounded(VALUES, values)
 
     def rounded_slots(self) -> Tensor:
@@ -351,7 +351,7 @@ class Int8(Rounded):
         codes = torch.where(step > 0, x / step.float(), 0).round().clamp(-127, 127)
         return {name: codes.to(torch.int8), f"{name} step": step}
 
-    def unpacked(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
+    def _unpacked(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
         return (get(name).float() * get(f"{name} step").float()).to(self.dtype)
 
 
@@ -373,7 +373,7 @@ class Fp8(Rounded):
         # As bytes, since torch moves and indexes these on every device.
         return {name: scaled.to(torch.float8_e4m3fn).view(torch.uint8)}
 
-    def unpacked(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
+    def _unpacked(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
         scale = self.scales[name] if heads is None else self.scales[name].flatten()[heads]
         return (get(name).view(torch.float8_e4m3fn).float() * scale[..., None, None]).to(self.dtype)
 
@@ -386,7 +386,7 @@ class Fp8(Rounded):
         self.scales = {name: scale.index_select(0, rows) for name, scale in self.scales.items()}
 
     @property
-    def fixed_bytes(self) -> int:
+    def _fixed_bytes(self) -> int:
         return sum(scale.numel() * scale.element_size() for scale in self.scales.values())
 
 

@@ -112,7 +112,7 @@ class PackedCodes(AsIs):
             f"{VALUES} zero": zeros.squeeze(-1),
         }
 
-    def unpacked(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
+    def _unpacked(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
         found = unpack_codes(get(name), self.bits).to(torch.float32)
         if name == KEYS and not len(self.steps):
             # No entry is left, but there may be room for some.
@@ -152,17 +152,17 @@ class PackedCodes(AsIs):
         self.slots.put(slot, {KEYS: pack_codes(found, self.bits), **self._values(values)}, heads)
 
     @property
-    def fixed_bytes(self) -> int:
+    def _fixed_bytes(self) -> int:
         return sum(table.numel() * table.element_size() for table in (self.steps, self.zeros))
 
     def bytes_of(self, slots: Tensor) -> int:
         read = slots >= 0
         groups = pick(self.slots.view(GROUP), slots)[read].unique() if bool(read.any()) else []
-        return int(read.sum()) * self.entry_bytes() + len(groups) * self.fixed_bytes // max(len(self.steps), 1)
+        return int(read.sum()) * self.entry_bytes() + len(groups) * self._fixed_bytes // max(len(self.steps), 1)
 
     @property
     def key_bytes(self) -> int:
-        return self.slots.total * self.entry_bytes(KEYS) + self.fixed_bytes
+        return self.slots.total * self.entry_bytes(KEYS) + self._fixed_bytes
 
 
 class Kivi:
