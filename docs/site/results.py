@@ -76,7 +76,7 @@ def _by_state(what: str, tallies: Iterable[tuple[str, Tally]]) -> str:
 
 def _counts(default: Sequence[Entry], both: Sequence[tuple[Entry, Entry]]) -> str:
     tally = Tally.of(default)
-    measured = Counter(entry.profile for entry in default if entry.measured)
+    measured = Counter(entry.origin.profile for entry in default if entry.measured)
     return _table(
         ["besides", ""],
         [

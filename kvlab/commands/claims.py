@@ -73,7 +73,7 @@ def _claims_and_timings(ledger: list[Entry], drawn: Callable[[list[Entry], str],
     yield drawn([entry for entry in ledger if entry.group != "timings"], "Claims")
     timings = [entry for entry in ledger if entry.group == "timings"]
     if timings:
-        machines = sorted({entry.machine for entry in timings if entry.machine})
+        machines = sorted({entry.origin.machine for entry in timings} - {""})
         where = f" on {'; '.join(machines)}" if machines else ""
         yield drawn(timings, f"Timings{where} (no findings: they vary with the machine and from run to run)")
 

@@ -143,6 +143,6 @@ def _kept(model: str, keep: Path | None) -> dict[tuple[str, str], str]:
     verdicts: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for entry in snapshots.kept(folder) if any(folder.glob("*.csv")) else ():
         if names(entry.model) == names(model) and entry.claim.kind in SAMPLED and entry.state != UNMEASURED:
-            verdicts.setdefault(entry.claim.fact, []).append((entry.state, entry.profile))
+            verdicts.setdefault(entry.claim.fact, []).append((entry.state, entry.origin.profile))
     weakest = {fact: min(states, key=lambda one: WEAKEST.index(one[0])) for fact, states in verdicts.items()}
     return {fact: state if profile == "quick" else f"{state} ({profile})" for fact, (state, profile) in weakest.items()}

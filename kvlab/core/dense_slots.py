@@ -31,7 +31,7 @@ class DenseSlots:
     """How many dimensions of a tensor come before what one slot holds."""
 
     def __init__(self, tensors: dict[str, Tensor], owned: bool = False, length: int | None = None):
-        self.tensors, self.owned, self.start = tensors, owned, 0
+        self.tensors, self._owned, self.start = tensors, owned, 0
         self.length = self.capacity if length is None else length
 
     @property
@@ -95,7 +95,7 @@ class DenseSlots:
 
     def append(self, new: Mapping[str, Tensor | int], n: int) -> None:
         """Add `n` slots to every head: `[rows, kv_heads, n, ...]` of each tensor, or one number for all."""
-        self.reserve(n)
+        self._reserve(n)
         first = self.start + self.length
         self.length += n
         for name, entries in new.items():
@@ -113,9 +113,9 @@ class DenseSlots:
         if bool((keep == EMPTY).any()):
             return PackedSlots.picked(self, keep)
         n = keep.shape[2]
-        anew = not self.owned or not self.start + n <= self.capacity <= 2 * n + 64
+        anew = not self._owned or not self.start + n <= self.capacity <= 2 * n + 64
         moved = {name: self._moved(tensor, keep, anew) for name, tensor in self.tensors.items()}
-        self.tensors, self.length, self.owned = moved, n, True
+        self.tensors, self.length, self._owned = moved, n, True
         if anew:
             self.start = 0
         return self
@@ -139,7 +139,7 @@ class DenseSlots:
         """Evict one slot of every head: the same one, or `[rows, kv_heads]` of them."""
         if isinstance(slot, int):
             return self._cut(slot, 1)
-        if self.owned and all(tensor.is_cpu and tensor.is_contiguous() for tensor in self.tensors.values()):
+        if self._owned and all(tensor.is_cpu and tensor.is_contiguous() for tensor in self.tensors.values()):
             self._close(slot)
             return self
         rest = torch.arange(self.length - 1, device=slot.device).expand(*slot.shape, self.length - 1)
@@ -198,13 +198,13 @@ class DenseSlots:
     def expand(self, repeats: int) -> DenseSlots:
         """Repeat every head so often, one behind the other."""
         self.tensors = {name: x.repeat_interleave(repeats, dim=1) for name, x in self.tensors.items()}
-        self.owned = True
+        self._owned = True
         return self
 
     def reorder(self, rows: Tensor) -> DenseSlots:
         """The rows `rows` in place of the present ones."""
         self.tensors = {name: tensor.index_select(0, rows) for name, tensor in self.tensors.items()}
-        self.owned = True
+        self._owned = True
         return self
 
     # ------------------------------------------------------------------ room
@@ -216,15 +216,15 @@ class DenseSlots:
         return PackedSlots(tensors, self.shape, self.counts, [self.capacity] * len(self.counts), self.start)
 
     def _own(self) -> None:
-        if not self.owned:
-            self.reserve(1)
+        if not self._owned:
+            self._reserve(1)
 
-    def reserve(self, n: int) -> None:
+    def _reserve(self, n: int) -> None:
         """Own storage with room for `n` more slots."""
         capacity = self.capacity
-        if self.owned and self.start + self.length + n <= capacity:
+        if self._owned and self.start + self.length + n <= capacity:
             return
-        fits, room = self.owned and self.length + n <= capacity, growing_capacity(self.length + n)
+        fits, room = self._owned and self.length + n <= capacity, growing_capacity(self.length + n)
 
         def moved(tensor: Tensor) -> Tensor:
             used = tensor[:, :, self.start : self.start + self.length]
@@ -233,7 +233,7 @@ class DenseSlots:
             return out
 
         self.tensors = {name: moved(tensor) for name, tensor in self.tensors.items()}
-        self.start, self.owned = 0, True
+        self.start, self._owned = 0, True
 
 
 class RecordedSlots(DenseSlots):
@@ -249,7 +249,7 @@ class RecordedSlots(DenseSlots):
         super().__init__(tensors, length=length)
 
     def append(self, new: Mapping[str, Tensor | int], n: int) -> None:
-        if self.owned:
+        if self._owned:
             super().append(new, n)
         else:
             self.length += n

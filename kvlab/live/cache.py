@@ -94,7 +94,7 @@ class LiveCache(DynamicCache):
         self.drafting = self.from_caller = False
         self.failed = False
         self.ids: list[Tensor] = []
-        self.position_ids: list[Tensor] = []  # [batch or 1, fed] of every pass, where the policy asks for places
+        self._position_ids: list[Tensor] = []  # [batch or 1, fed] of every pass, where the policy asks for places
         self.repeated: Repeated = {}  # shared by branches
         self.memory: Memory | None = None  # of the prompt, where branches share one
         self.likelihood = Likelihood()
@@ -162,7 +162,7 @@ class LiveCache(DynamicCache):
         """
         cache = LiveCache(session)
         cache.seen, cache.padding = self.seen, self.padding
-        cache.ids, cache.position_ids = list(self.ids), list(self.position_ids)
+        cache.ids, cache._position_ids = list(self.ids), list(self._position_ids)
         cache.likelihood, cache.repeated, cache.memory = self.likelihood.copy(), self.repeated, self.memory
         for number, layer in self.others.items():
             cache.layers[number] = adapter.copy_layer(layer)
@@ -246,10 +246,10 @@ class LiveCache(DynamicCache):
     def is_croppable(self) -> bool:
         """Whether the newest tokens can be taken back; not once a policy may have evicted or merged for them."""
         # Transformers 5.16 has no such attribute.
-        return getattr(super(), "is_croppable", True) and not self.acting
+        return getattr(super(), "is_croppable", True) and not self._acting
 
     @property
-    def acting(self) -> list[Policy]:
+    def _acting(self) -> list[Policy]:
         """The policies that do something at every step."""
         policies = [group.policy or self.policy for group in self.compressed[0].groups] or [self.policy]
         return [policy for policy in policies if policy.needs.acts_while_decoding]
@@ -267,9 +267,9 @@ class LiveCache(DynamicCache):
             raise KvlabError(f"crop takes the number of tokens to remove, negative: crop(-{n})")
         if n > self.seen:
             raise KvlabError(f"crop(-{n}) removes more tokens than the {self.seen} that this cache has seen")
-        if n and self.ended and self.acting:
+        if n and self.ended and self._acting:
             raise KvlabError(
-                f"{self.acting[0].name} cannot take tokens back, since it acts on every one that it is fed"
+                f"{self._acting[0].name} cannot take tokens back, since it acts on every one that it is fed"
             )
         stores = [group.store for layer in self.compressed for group in layer.groups]
         if self.seen - n < self.ended_at and any(store.length < store.seen for store in stores):
@@ -281,7 +281,7 @@ class LiveCache(DynamicCache):
         if n == 0:
             return
         self.seen, self.memory = self.seen - n, None
-        for pieces in (self.ids, self.position_ids):
+        for pieces in (self.ids, self._position_ids):
             if pieces:
                 whole = torch.cat(pieces, 1)
                 pieces[:] = [whole[:, : whole.shape[1] - n]]
@@ -289,7 +289,7 @@ class LiveCache(DynamicCache):
 
     def note_outside(self, n: int) -> None:
         """Another `n` tokens were fed by the model alone, without a session to see them."""
-        self.seen, self.position_ids, self.memory, self.prompt_end = self.seen + n, [], None, None
+        self.seen, self._position_ids, self.memory, self.prompt_end = self.seen + n, [], None, None
         self.likelihood.crop(n)
 
     @torch.inference_mode()
@@ -297,7 +297,7 @@ class LiveCache(DynamicCache):
         """Forget everything that was fed; the next token begins a new prompt of the same session."""
         super().reset()
         self.seen, self.ended_at, self.steps, self.number, self.ended, self.padding = 0, 0, 0, 0, False, None
-        self.ids, self.position_ids, self.repeated, self.memory = [], [], {}, None
+        self.ids, self._position_ids, self.repeated, self.memory = [], [], {}, None
         self.likelihood, self.prompt_end, self.failed = Likelihood(), None, False
 
     @property
@@ -347,9 +347,9 @@ class LiveCache(DynamicCache):
         if self.ids:
             ids = torch.cat(self.ids, 1)
             self.ids = [ids[rows.to(ids.device)]]
-        if self.position_ids:
-            ids = torch.cat(self.expanded_position_ids, 1)
-            self.position_ids = [ids[rows.to(ids.device)]]
+        if self._position_ids:
+            ids = torch.cat(self._expanded_position_ids, 1)
+            self._position_ids = [ids[rows.to(ids.device)]]
         if self.padding is not None:
             self.padding = self.padding[rows.to(self.padding.device)]
         self.likelihood.select(rows)
@@ -357,9 +357,9 @@ class LiveCache(DynamicCache):
     # ------------------------------------------------------------------ where its tokens stand
 
     @property
-    def expanded_position_ids(self) -> list[Tensor]:
+    def _expanded_position_ids(self) -> list[Tensor]:
         """Those of all passes, `[batch, fed]` each."""
-        return [ids.expand(self.batch, -1) for ids in self.position_ids]
+        return [ids.expand(self.batch, -1) for ids in self._position_ids]
 
     def note_positions(self, position_ids: Tensor | None, fed: int, device: torch.device) -> None:
         """Where the `fed` tokens of a pass stand: `position_ids` as the model takes them, or one behind the other."""
@@ -367,7 +367,7 @@ class LiveCache(DynamicCache):
             position_ids = torch.arange(self.seen, self.seen + fed, device=device)[None]
         # Models that see images have several positions for each token, which are the same in a text.
         ids = position_ids if position_ids.dim() < 3 else position_ids[0]
-        self.position_ids.append(ids)
+        self._position_ids.append(ids)
 
     def offsets(self, number: int, policy: Policy) -> list[int]:
         """How far the positions that one group's sequences were fed at are ahead of their order, for each row.
@@ -376,9 +376,9 @@ class LiveCache(DynamicCache):
             KvlabError: they leave gaps, so that nothing says where the next tokens stand.
         """
         group = self.compressed[0].groups[number]
-        if not self.position_ids:
+        if not self._position_ids:
             return [0] * group.store.rows
-        positions = group.of(torch.cat(self.expanded_position_ids, 1))[:, -group.store.seen :]
+        positions = group.of(torch.cat(self._expanded_position_ids, 1))[:, -group.store.seen :]
         order = torch.arange(group.store.seen - positions.shape[1], group.store.seen, device=positions.device)
         ahead = positions - order
         if bool((ahead != ahead[:, -1:]).any()):

@@ -52,7 +52,7 @@ def test_q_is_computed_on_reading_among_the_tests_of_a_profile(project):
     """Lines of a kept file, which has no column for it: all that a profile tested count, on one model."""
     found = snapshots.every(KEPT, "smollm2-135m")
     for profile in ("quick", "full"):
-        mine = [entry for entry in found if entry.profile == profile]
+        mine = [entry for entry in found if entry.origin.profile == profile]
         tested = [entry for entry in mine if entry.q is not None]
         # The largest q of all is the largest p: no other test is behind it.
         largest = max(many_claims.p_value(entry.claim, entry.verdict) for entry in tested)

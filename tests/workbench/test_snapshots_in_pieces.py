@@ -87,7 +87,7 @@ def test_each_profile_has_its_line_and_the_full_one_is_shown(project, tmp_path, 
 
     def shown(profile: str | None = None) -> tuple[float | None, str]:
         (entry,) = (entry for entry in snapshots.kept(folder, profile=profile) if entry.claim.id == CLAIM)
-        return entry.verdict.value, entry.profile
+        return entry.verdict.value, entry.origin.profile
 
     assert there() == [["0.3", "full"], ["0.6", "quick"]]
     assert (shown(), shown("quick"), shown("full")) == ((0.3, "full"), (0.6, "quick"), (0.3, "full"))
@@ -107,7 +107,11 @@ def test_models_are_compared_by_the_profile_that_all_have(project, tmp_path):
     snapshots.keep(folder)
 
     def of_both() -> dict[str, tuple[str, str]]:
-        return {e.model: (e.profile, e.compared.profile) for e in snapshots.kept(folder) if e.claim.id == CLAIM}
+        return {
+            e.model: (e.origin.profile, e.compared.origin.profile)
+            for e in snapshots.kept(folder)
+            if e.claim.id == CLAIM
+        }
 
     assert of_both() == {"a@0": ("full", "quick"), "b@0": ("quick", "quick")}
     job(0.5, model="b@0", profile="full")

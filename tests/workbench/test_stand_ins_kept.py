@@ -49,7 +49,8 @@ def test_a_weak_stand_in_changes_what_is_shown_and_not_what_is_kept(project, tmp
     assert state(ledger.entries()) == papers.HOLDS
     measured(0.3)
     (entry,) = [entry for entry in ledger.entries() if entry.claim.id == CLAIM]
-    assert entry.state == papers.WEAK and entry.row["verdict"] == papers.WEAK and entry.verdict.verdict == papers.HOLDS
+    assert entry.state == papers.WEAK and entry.verdict.verdict == papers.HOLDS
+    assert ledger.frame([entry]).verdict.tolist() == [papers.WEAK]
     assert sentence(entry.claim, entry.verdict, entry.weak).endswith("; the stand-in is weak.")
     (kept,) = snapshots.keep(tmp_path)
     line = pandas.read_csv(kept.path).set_index("claim").loc[CLAIM]

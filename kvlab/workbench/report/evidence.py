@@ -75,8 +75,8 @@ class Evidence:
     def of(cls, entry: Entry) -> Evidence:
         run = entry.run
         experiment = run.data.tags.get("kvlab.experiment", "run") if run else entry.claim.experiment or "run"
-        line = signature(run) if run else entry.signature
-        return cls(anchor(entry), experiment, entry.profile, line, run, entry.kept)
+        line = signature(run) if run else entry.origin.signature
+        return cls(anchor(entry), experiment, entry.origin.profile, line, run, entry.kept)
 
 
 def evidence(judged: Iterable[Entry]) -> dict[str, Evidence]:
@@ -106,7 +106,7 @@ def _add_others(shown: dict[str, Evidence]) -> None:
         names = sorted(set(experiments.names()) - measuring())
     except KvlabError:  # the folder is no project
         return
-    for profile in sorted({entry.profile for entry in measured}):
+    for profile in sorted({entry.origin.profile for entry in measured}):
         if "'" in profile:  # cannot be asked for
             continue
         for name, by_model in runs.newest(names, "model", profile=profile).items():
@@ -138,7 +138,8 @@ def source(entry: Entry) -> str:
     """What tells the runs behind entries apart: the run's id; of kept lines what they say of the run."""
     if entry.run:
         return entry.run.info.run_id
-    about = entry.model, entry.claim.experiment, entry.profile, entry.signature, entry.kept.commit if entry.kept else ""
+    origin = entry.origin
+    about = entry.model, entry.claim.experiment, origin.profile, origin.signature, origin.commit
     return hashlib.sha256("\n".join(map(str, about)).encode()).hexdigest()
 
 
@@ -206,12 +207,13 @@ def beside_claims(judged: Iterable[Entry], shown: Mapping[str, Evidence]) -> lis
 
 def origin_of(entry: Entry) -> str:
     """What is known of the run behind an entry, in words: profile, number of documents, commit and seconds."""
-    count = documents(entry.signature)
+    origin = entry.origin
+    count = documents(origin.signature)
     parts = [
-        f"{entry.profile or 'no'} profile",
+        f"{origin.profile or 'no'} profile",
         f"{count} {plural(count, 'document')}" if count else "",
-        f"commit {entry.commit[:10]}{'+changes' if '+' in entry.commit else ''}" if entry.commit else "",
-        "" if entry.seconds is None else f"{entry.seconds} s",
+        f"commit {origin.commit[:10]}{'+changes' if '+' in origin.commit else ''}" if origin.commit else "",
+        "" if origin.seconds is None else f"{origin.seconds} s",
     ]
     return ", ".join(part for part in parts if part)
 

@@ -16,7 +16,7 @@ from kvlab.workbench import project
 from kvlab.workbench.report import runs, stand_ins
 from kvlab.workbench.report.claim_mistakes import mistakes
 from kvlab.workbench.report.ledger_models import Subject, subjects
-from kvlab.workbench.report.provenance import Origin, seconds
+from kvlab.workbench.report.provenance import Origin
 from kvlab.workbench.store import database
 
 if TYPE_CHECKING:
@@ -122,26 +122,9 @@ class Entry:
         return self.run is not None or self.kept is not None
 
     @property
-    def profile(self) -> str:
-        return self._said("kvlab.profile", "profile")
-
-    @property
-    def signature(self) -> str:
-        return self._said("signature", "signature")
-
-    @property
-    def commit(self) -> str:
-        return self._said("kvlab.commit", "commit")
-
-    @property
-    def seconds(self) -> int | None:
-        """How long its run took."""
-        if self.run:
-            return seconds(self.run)
-        return self.kept.seconds if self.kept else None
-
-    def _said(self, tag: str, name: str) -> str:
-        return self.run.data.tags.get(tag, "") if self.run else getattr(self.kept, name, "")
+    def origin(self) -> Origin:
+        """Profile, signature, commit, machine and seconds of its run; all empty where nothing was measured."""
+        return Origin.of(self.run) if self.run else self.kept or Origin()
 
     @property
     def state(self) -> str:
@@ -176,37 +159,6 @@ class Entry:
         """
         of_kind = {"finding": "findings", "question": "questions", "recomputed": "recomputed", "timing": "timings"}
         return of_kind.get(self.claim.kind, "checks")
-
-    @property
-    def machine(self) -> str:
-        """The hardware that its run names; kept lines name it wherever it is known."""
-        return self._said("hardware", "machine")
-
-    @property
-    def row(self) -> dict[str, Any]:
-        claim, verdict = self.claim, self.shown
-        return {
-            "id": claim.id,
-            "paper": claim.paper,
-            "where": claim.where,
-            "claim": claim.summary,
-            "metric": claim.metric,
-            "paper_value": claim.paper_value,
-            "value": verdict.value,
-            "low": verdict.low,
-            "high": verdict.high,
-            "verdict": verdict.verdict,
-            "model": self.model,
-            "run_id": self.run.info.run_id if self.run else "",
-            "kind": claim.kind,
-            "finding": finding(claim),
-            "power": verdict.power,
-            "q": self.q,
-            "genre_low": verdict.genre_low,
-            "genre_high": verdict.genre_high,
-            "machine": self.machine,
-            "why": verdict.why,
-        }
 
 
 @dataclass
@@ -311,7 +263,7 @@ def set_q(mine: Iterable[Entry]) -> None:
     """Give the entries of one model their `q`: the tests of a profile are those that all its entries make."""
     of_profiles: dict[str, list[Entry]] = {}
     for entry in mine:
-        of_profiles.setdefault(entry.profile, []).append(entry)
+        of_profiles.setdefault(entry.origin.profile, []).append(entry)
     for tested in of_profiles.values():
         found = many_claims.q_values([many_claims.p_value(entry.claim, entry.verdict) for entry in tested])
         for entry, q in zip(tested, found, strict=True):
@@ -404,6 +356,32 @@ def frame(judged: Iterable[Entry]) -> pandas.DataFrame:
     """The table of these entries."""
     import pandas
 
-    table = pandas.DataFrame([entry.row for entry in judged], columns=COLUMNS)
+    table = pandas.DataFrame([_row(entry) for entry in judged], columns=COLUMNS)
     numbers = ["paper_value", "value", "low", "high", "q", "genre_low", "genre_high"]
     return table.astype(dict.fromkeys(numbers, "float64"))
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    claim, verdict = entry.claim, entry.shown
+    return {
+        "id": claim.id,
+        "paper": claim.paper,
+        "where": claim.where,
+        "claim": claim.summary,
+        "metric": claim.metric,
+        "paper_value": claim.paper_value,
+        "value": verdict.value,
+        "low": verdict.low,
+        "high": verdict.high,
+        "verdict": verdict.verdict,
+        "model": entry.model,
+        "run_id": entry.run.info.run_id if entry.run else "",
+        "kind": claim.kind,
+        "finding": finding(claim),
+        "power": verdict.power,
+        "q": entry.q,
+        "genre_low": verdict.genre_low,
+        "genre_high": verdict.genre_high,
+        "machine": entry.origin.machine,
+        "why": verdict.why,
+    }

@@ -46,10 +46,10 @@ class Difference:
     @property
     def note(self) -> str:
         """What else is not as it was: the model's weights, the profile, the signature; empty where all is as it was."""
-        old, new = self.kept, self.new
         parts = []
-        if old.model != new.model:
-            parts.append(f"other weights: {new.model}, kept {old.model}")
+        if self.kept.model != self.new.model:
+            parts.append(f"other weights: {self.new.model}, kept {self.kept.model}")
+        old, new = self.kept.origin, self.new.origin
         if old.profile != new.profile:
             parts.append(f"other profile: {new.profile or 'none'}, kept {old.profile or 'none'}")
         elif old.signature != new.signature:
@@ -71,9 +71,9 @@ class Difference:
             "differs": self.differs,
             **{f"kept_{name}": getattr(old, name) for name in ("verdict", "value", "low", "high")},
             **{name: getattr(new, name) for name in ("verdict", "value", "low", "high")},
-            "kept_profile": self.kept.profile,
-            "profile": self.new.profile,
-            "kept_commit": self.kept.kept.commit if self.kept.kept else "",
+            "kept_profile": self.kept.origin.profile,
+            "profile": self.new.origin.profile,
+            "kept_commit": self.kept.origin.commit,
             "note": self.note,
         }
 
@@ -117,7 +117,7 @@ def compare(kept: Iterable[Entry], new: Iterable[Entry]) -> Comparison:
         KvlabError: no claim was measured in both.
     """
     before, now = _by_name(kept), {key: mine[0] for key, mine in _by_name(new).items()}
-    both = [(_of_profile(old, now[key].profile), now[key]) for key, old in before.items() if key in now]
+    both = [(_of_profile(old, now[key].origin.profile), now[key]) for key, old in before.items() if key in now]
     if not both:
         there, here = ({model for _, model in found} for found in (before, now))
         raise KvlabError(f"nothing to compare: kept are {_listed(there)}, and measured here {_listed(here)}")
@@ -136,7 +136,7 @@ def _by_name(judged: Iterable[Entry]) -> dict[tuple[str, str], list[Entry]]:
 
 
 def _of_profile(judged: Sequence[Entry], profile: str) -> Entry:
-    return next((entry for entry in judged if entry.profile == profile), judged[0])
+    return next((entry for entry in judged if entry.origin.profile == profile), judged[0])
 
 
 def _differs(old: Entry, new: Entry) -> str:

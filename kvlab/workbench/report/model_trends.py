@@ -59,7 +59,7 @@ class Row:
         """That of the points, where it is not that of the entries: models that were asked more are compared by what
         all were asked.
         """
-        profiles = {point.entry.profile for point in self.points}
+        profiles = {point.entry.origin.profile for point in self.points}
         shown = {entry.model: entry for entry in self.entries}
         less = any(point.entry is not shown[point.entry.model] for point in self.points)
         return ", ".join(sorted(profiles)) if less else ""

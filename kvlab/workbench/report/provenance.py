@@ -19,19 +19,14 @@ def thoroughness(profile: str) -> tuple[int, str]:
     return int(profile == "quick"), profile
 
 
-def seconds(run: Run) -> int | None:
-    """How long a run took; None where it has not ended."""
-    return round((run.info.end_time - run.info.start_time) / 1000) if run.info.end_time else None
-
-
 @dataclass(frozen=True)
 class Origin:
-    """What a kept line says of its run.
+    """What a run says of itself, or a kept line of its run.
 
     Attributes:
         profile, signature, commit: as the run's tags had them; commit with `+changes` where files differed from it.
         machine: the hardware, where the run named it; of a claim's line, where any run of the same computer did.
-        seconds: how long the run took.
+        seconds: how long the run took; None where it has not ended.
         parameters: the number of the model's weights; None where neither the run nor the catalogue told.
         remarks: what the run went without, as `subjects.remarks` says it.
     """
@@ -43,3 +38,11 @@ class Origin:
     seconds: int | None = None
     parameters: int | None = None
     remarks: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, run: Run) -> Origin:
+        """What the tags of a run of the store say; its parameters and remarks are read elsewhere (`ledger_models`)."""
+        tags = run.data.tags
+        known = (tags.get(tag, "") for tag in ("kvlab.profile", "signature", "kvlab.commit", "hardware"))
+        info = run.info
+        return cls(*known, seconds=round((info.end_time - info.start_time) / 1000) if info.end_time else None)

@@ -31,7 +31,7 @@ from kvlab.workbench.report.ledger import (
     side_by_side,
 )
 from kvlab.workbench.report.ledger_models import Subject, remarks, subjects
-from kvlab.workbench.report.provenance import Origin, seconds, thoroughness
+from kvlab.workbench.report.provenance import Origin, thoroughness
 
 ORIGIN = ["profile", "signature", "commit", "machine", "seconds"]
 LATER = ["parameters", "remarks", "genre_low", "genre_high"]  # ledgers that were kept without these are read, too
@@ -145,7 +145,8 @@ def _knows(line: Line) -> bool:
 
 def _new_lines(judged: Sequence[Entry]) -> list[Line]:
     # A run of an earlier version names the hardware only if it times something; another of the same computer may.
-    hardware = {entry.run.data.tags.get("kvlab.host"): entry.machine for entry in judged if entry.run and entry.machine}
+    known = [(entry.run.data.tags.get("kvlab.host"), entry.origin.machine) for entry in judged if entry.run]
+    hardware = {host: machine for host, machine in known if machine}
     sizes = {subject.name: subject.parameters for subject in subjects(judged)}
     lines = []
     for entry in judged:
@@ -157,13 +158,13 @@ def _new_lines(judged: Sequence[Entry]) -> list[Line]:
             "model": entry.model,
         }
         if entry.run and not _lacking(entry):
-            tags = entry.run.data.tags
+            origin, host = entry.origin, entry.run.data.tags.get("kvlab.host")
             row |= {
-                "profile": entry.profile,
-                "signature": entry.signature,
-                "commit": tags.get("kvlab.commit", ""),
-                "machine": entry.machine or hardware.get(tags.get("kvlab.host"), ""),
-                "seconds": seconds(entry.run),
+                "profile": origin.profile,
+                "signature": origin.signature,
+                "commit": origin.commit,
+                "machine": origin.machine or hardware.get(host, ""),
+                "seconds": origin.seconds,
                 "parameters": sizes[entry.model],
                 "remarks": "; ".join(remarks(entry)),
             }
@@ -218,7 +219,7 @@ def _shown(found: Sequence[Entry], label: str, profile: str | None) -> list[Entr
     model = found[0].model if found else label
     of_claim: dict[str, Entry] = {}
     for entry in found:
-        if not profile or entry.profile in ("", profile):
+        if not profile or entry.origin.profile in ("", profile):
             of_claim.setdefault(entry.claim.id, entry)
     return [of_claim.get(claim.id) or Entry(claim, papers.judge(claim, {}), None, model) for claim in claims()]
 
@@ -283,7 +284,7 @@ def _set_alike(shown: Mapping[str, Sequence[Entry]], every: Iterable[Entry]) -> 
     measured: dict[str, dict[str, dict[str, Entry]]] = {}
     for entry in every:
         if entry.state != papers.UNMEASURED:
-            measured.setdefault(entry.claim.id, {}).setdefault(entry.model, {})[entry.profile] = entry
+            measured.setdefault(entry.claim.id, {}).setdefault(entry.model, {})[entry.origin.profile] = entry
     for mine in shown.values():
         for entry in mine:
             of_models = measured.get(entry.claim.id, {})
@@ -320,7 +321,7 @@ def _files(folder: Path, model: str | Sequence[str] | None) -> dict[str, list[En
 
 
 def _nothing(folder: Path) -> NoReturn:
-    there = {f"{entry.model} ({entry.profile} profile)" for entry in _measured(folder)}
+    there = {f"{entry.model} ({entry.origin.profile} profile)" for entry in _measured(folder)}
     raise KvlabError(
         f"{folder} keeps nothing of that model and profile; it has: {', '.join(sorted(there)) or 'nothing'}"
     )
