@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import cycle
 from typing import TYPE_CHECKING, Any, cast
 
 import matplotlib.pyplot as plt
@@ -11,7 +10,7 @@ from matplotlib.lines import Line2D
 
 from kvlab.analyses.together import storing
 from kvlab.render import theme
-from kvlab.render.figures.many_policies import FAINT, INK, forest, plain_ticks
+from kvlab.render.figures.many_policies import FAINT, INK, forest, plain_ticks, spread_out
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
 DASHES: dict[str, Any] = {storing.PLAIN: "-", "turbo-4": (0, (1, 1)), "nvfp4": (0, (5, 1, 1, 1))}
 OTHER_DASH = (0, (3, 1.5))
 FRONT = {"color": INK, "linewidth": 0.9, "linestyle": (0, (1, 1.5)), "zorder": 2}
-LABEL_OFFSETS = ((13, -4), (25, -8), (13, 10), (25, 16))
-"""Where the names of the full cache's storages stand, above and to the side, so that neighbours do not overlap."""
+LABEL_GAP = 0.075
+"""How far apart the names of storages stand above a panel, as a share of its width."""
 SHOWN = 5
 """Policies with a colour of their own; the others are grey."""
 SHARES = (0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
@@ -37,10 +36,10 @@ def pareto(measured: pd.DataFrame) -> Figure:
     """
     curves = {name: storing.points(measured, name) for name in storing.MEASURES}
     tints = _tints(measured)
-    figure, axes = plt.subplots(1, len(curves), figsize=(5.0 * len(curves), 4.9))
+    figure, axes = plt.subplots(1, len(curves), figsize=(5.0 * len(curves), 5.6))
     for ax, (name, points) in zip(axes, curves.items(), strict=True):
         _panel(ax, points, tints)
-        ax.set_title(storing.MEASURES[name], fontsize=11)
+        ax.set_title(storing.MEASURES[name], fontsize=11, pad=62)
         ax.set_xlabel("stored bytes, % of the full cache in bfloat16")
         if name == "needles_lost":
             ax.set_ylim(-0.05, 1.05)
@@ -71,27 +70,13 @@ def _panel(ax: Axes, points: pd.DataFrame, tints: dict[str, str]) -> None:
             color=tint,
             linestyle=DASHES.get(storage, OTHER_DASH),
             linewidth=1.8 if tint != FAINT else 0.9,
-            marker="o",
+            marker=theme.look(policy).marker,
             markersize=4.5,
             markerfacecolor=tint if storage == storing.PLAIN else "white",
             zorder=3,
         )
     best = points.query("front").sort_values("share")
     ax.step(best["share"], best["value"], where="post", **FRONT)
-    wholes = points.query("policy == 'full' and storage != @storing.PLAIN").sort_values("share")
-    for row, (dx, dy) in zip(wholes.to_dict("records"), cycle(LABEL_OFFSETS), strict=False):
-        ax.plot(row["share"], row["value"], "s", color=INK, markersize=7.5, zorder=5)
-        ax.annotate(
-            row["storage"],
-            (row["share"], row["value"]),
-            xytext=(dy, dx),
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            fontsize=9,
-            color=INK,
-            fontweight="bold",
-        )
     ax.axvline(1, color=FAINT, linewidth=1, linestyle=":")
     ax.set_xscale("log")
     low, high = float(points["share"].to_numpy().min()), max(float(points["share"].to_numpy().max()), 1.0)
@@ -99,10 +84,44 @@ def _panel(ax: Axes, points: pd.DataFrame, tints: dict[str, str]) -> None:
     ticks = [share for share in SHARES if low / 1.15 <= share]
     ax.set_xticks(ticks, [f"{100 * share:g}" for share in ticks])
     ax.minorticks_off()
+    _name_squares(ax, points.query("policy == 'full' and storage != @storing.PLAIN").sort_values("share"))
+
+
+def _name_squares(ax: Axes, wholes: pd.DataFrame) -> None:
+    """The full cache's storages as squares, their names above the panel, where near neighbours do not meet."""
+    across = ax.get_xaxis_transform()
+    places = ax.transAxes.inverted().transform(ax.transData.transform([(x, 1.0) for x in wholes["share"]]))[:, 0]
+    for row, place in zip(wholes.to_dict("records"), spread_out(places.tolist(), LABEL_GAP, 0.0, 1.0), strict=True):
+        (at, _) = ax.transData.inverted().transform(ax.transAxes.transform((place, 0.0)))
+        ax.plot([row["share"]], [row["value"]], "s", color=INK, markersize=6.5, zorder=5)
+        ax.annotate(
+            row["storage"],
+            (row["share"], row["value"]),
+            xytext=(at, 1.02),
+            textcoords=across,
+            rotation=40,
+            ha="left",
+            va="bottom",
+            rotation_mode="anchor",
+            fontsize=8.5,
+            color=INK,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": FAINT,
+                "linewidth": 0.6,
+                "shrinkA": 0,
+                "shrinkB": 3,
+                "relpos": (0, 0),
+            },
+        )
 
 
 def _legend(measured: pd.DataFrame, tints: dict[str, str]) -> list[Line2D]:
-    named = [Line2D([], [], color=tint, marker="o", label=policy) for policy, tint in tints.items() if tint != FAINT]
+    named = [
+        Line2D([], [], color=tint, marker=theme.look(policy).marker, label=policy)
+        for policy, tint in tints.items()
+        if tint != FAINT
+    ]
     if FAINT in tints.values():
         named.append(Line2D([], [], color=FAINT, linewidth=0.9, marker="o", label="other policies"))
     storages = measured.query("policy != 'full'")["storage"].unique()
