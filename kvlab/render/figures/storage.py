@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 DASHES: dict[str, Any] = {storing.PLAIN: "-", "turbo-4": (0, (1, 1)), "nvfp4": (0, (5, 1, 1, 1))}
 OTHER_DASH = (0, (3, 1.5))
 FRONT = {"color": INK, "linewidth": 0.9, "linestyle": (0, (1, 1.5)), "zorder": 2}
-LABEL_OFFSETS = ((13, -4), (25, -8), (13, 10), (25, 16))
-"""Where the names of the full cache's storages stand, above and to the side, so that neighbours do not overlap."""
+LABEL_OFFSETS = ((0, 13), (-44, -4), (6, 14), (-28, -4), (25, 3), (0, 13), (-25, -6), (17, 8), (-19, -5))
+"""Where the names of the full cache's storages stand, in points to the right and above, by their bytes: names of
+neighbours stand on different sides.
+"""
 SHOWN = 5
 """Policies with a colour of their own; the others are grey."""
 SHARES = (0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
@@ -84,7 +86,7 @@ def _panel(ax: Axes, points: pd.DataFrame, tints: dict[str, str]) -> None:
         ax.annotate(
             row["storage"],
             (row["share"], row["value"]),
-            xytext=(dy, dx),
+            xytext=(dx, dy),
             textcoords="offset points",
             ha="center",
             va="center",
