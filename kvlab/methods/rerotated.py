@@ -33,7 +33,7 @@ class Rerotated(ScorerWrapper):
     name: ClassVar[str] = "rerotated"
     summary: ClassVar[str] = "another's scores; what stays gets positions without gaps"
     family: ClassVar[str] = "keeps tokens of the prompt"
-    kind: ClassVar[str] = "other"
+    kind: ClassVar[str] = "score at prefill"
 
     @property
     def needs(self) -> Needs:

@@ -199,7 +199,7 @@ def test_starts_are_as_long_as_asked_or_refused(lm):
 
 
 def test_every_claim_of_the_responses_is_about_something_found(random_traces, inside):
-    cuts = [windows.continuation(t, 30, 90, accumulate=True) for t in random_traces]
+    cuts = [windows.continuation(t, 20, 90, accumulate=True) for t in random_traces]
     along = responses.along_a_response(cuts, 24, 4)
     found = [
         responses.small_budgets(random_traces, (0.01, 0.03, 0.07), 1),

@@ -81,7 +81,7 @@ def test_the_budget_counts_sinks_and_window_and_is_spent(trace, name, more):
     kept = [sets(kvlab.replay(trace, one).kept(layer)) for layer in range(LAYERS)]
     total = one.budget * LAYERS * KV_HEADS
     assert sum(map(entries, kept)) <= total
-    if name not in ("compilerkv", "duoattention"):
+    if name not in ("compilerkv", "duoattention", "simlayerkv"):  # whose layers stream or do not, as wholes
         assert sum(map(entries, kept)) >= total - LAYERS * KV_HEADS, "nothing but rounding is left over"
 
 

@@ -14,7 +14,13 @@ from support.paths import ROOT
 from kvlab.lib import extras
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DISTRIBUTIONS = {"PIL": "pillow", "IPython": "ipython", "dask_jobqueue": "dask-jobqueue", "lm_eval": "lm-eval"}
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "IPython": "ipython",
+    "dask_jobqueue": "dask-jobqueue",
+    "lm_eval": "lm-eval",
+    "math_verify": "math-verify",
+}
 # Python runs this before all else: it finds the lab's packages nowhere, as in an environment without them.
 BLOCKED = f"""
 import sys
@@ -158,7 +164,7 @@ def test_a_notebooks_first_line_names_the_extra(base):
 
 def test_the_extras_are_those_of_the_project():
     for extra, modules in extras.EXTRAS.items():
-        declared = {name.lower() for name in PROJECT["optional-dependencies"][extra]}
+        declared = {name.partition("[")[0].lower() for name in PROJECT["optional-dependencies"][extra]}
         assert {DISTRIBUTIONS.get(name, name).lower() for name in modules} == declared
 
 

@@ -159,13 +159,15 @@ def writing(budget: int, window: int) -> dict[str, Policy]:
     }
 
 
-def rivals(budget: int) -> dict[str, Policy]:
+def rivals(budget: int, prompt_tokens: int) -> dict[str, Policy]:
     """The other methods of figure 3 that hold a cache of constant size, at one capacity, and a reference of ours.
 
     Each follows its own paper; figure 3 draws Scissorhands as a window of recent tokens alone. `random_response` keeps
-    the prompt, and evicts the response at random.
+    the prompt, and evicts the response at random; it is left out where the capacity has no room for the prompt.
     """
     named = {name: policy(name, budget=budget) for name in ("keyformer", "scissorhands", "streamingllm")}
+    if prompt_tokens >= budget:
+        return named
     return named | {"random_response": policy("random", budget=budget, region="response")}
 
 
@@ -191,7 +193,7 @@ def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findi
     """
     frames, early = [], []
     for trace in progress_bars.each(traces, "long responses", "doc"):
-        for name, method in (writing(budget, window) | rivals(budget)).items():
+        for name, method in (writing(budget, window) | rivals(budget, trace.prompt_length)).items():
             result = replay(trace, method)
             early.append({"document": trace.document, "policy": name, "share": early_share(result)})
             stored = {"step": range(1, trace.steps + 1), "measure": "stored_bytes"}

@@ -23,6 +23,12 @@ LOSS = "printed/ruler/loss/{model}/{length}/{budget}"
 LOSS_GROWS = "printed/ruler/loss_grows"
 LEAD = "printed/ruler/lead/{model}/{length}/{budget}"
 WIDER = "printed/ruler/wider"
+SMALLER = ("Mistral-7B-v0.2", "LongChat-7B-v1.5")
+"""The models on which section 4.2 says how much SnapKV loses on needles."""
+TIGHT = 512
+"""The largest budget of which the paper's conclusion says that RocketKV is ahead of all others."""
+LOW = 1024
+"""The largest of the budgets that the paper calls low."""
 
 
 def findings() -> Findings:
