@@ -21,7 +21,7 @@ class Cake(SnapKV):
     """Keeps the window and the older tokens whose attention is high or changes much, with a layer's budget by its
     preference; prefill only.
 
-    "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences" (Qin et al. 2025), sections 4.1 to 4.3: a
+    "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences" (Qin et al. 2025): a
     token's indicator is the mean of the window's attention to it plus `gamma` times its variance over the window's
     queries, average-pooled. A layer's preference is H^(1 / tau1) x V^(1 / tau2), with H the entropy and V the variance
     of the window's attention to older tokens; beside the window, layers x (budget - window) entries are shared out in
