@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -48,6 +49,15 @@ class Measured(BaseModel):
     def measured_on(self) -> tuple[str, str, int, int]:
         """Hash of the model's weights, its name, its layers and query heads; "" or 0 where the file does not say."""
         raise NotImplementedError
+
+    def _write(self, path: str | Path, field: str, rows: Sequence[str]) -> Path:
+        """Write the JSON file with a line for each row of one field; under its name only once it is whole."""
+        others = self.model_dump(exclude={field}, exclude_none=True)
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in others.items()]
+        lines.append(f' "{field}": [\n' + ",\n".join(f"  {row}" for row in rows) + "\n ]")
+        with replacing(path) as temporary:
+            temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        return Path(path)
 
     @classmethod
     def shipped_for(cls, model: str, sha256: str, n_layers: int, heads: int) -> str | None:
@@ -164,12 +174,7 @@ class HeadScores(Measured):
 
     def save(self, path: str | Path) -> Path:
         """Write the JSON file; under its name only once it is whole."""
-        fields = self.model_dump(exclude={"scores"}, exclude_none=True)
-        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items()]
-        rows = ",\n".join(f"  {json.dumps([round(score, 6) for score in row])}" for row in self.scores)
-        with replacing(path) as temporary:
-            temporary.write_text("{\n" + ",\n".join([*lines, f' "scores": [\n{rows}\n ]']) + "\n}\n", encoding="utf-8")
-        return Path(path)
+        return self._write(path, "scores", [json.dumps([round(score, 6) for score in row]) for row in self.scores])
 
     @classmethod
     def load(cls, path_or_name: str | Path) -> HeadScores:
@@ -237,12 +242,7 @@ class QueryFilters(Measured):
 
     def save(self, path: str | Path) -> Path:
         """Write the JSON file; under its name only once it is whole."""
-        fields = self.model_dump(exclude={"filters"}, exclude_none=True)
-        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items()]
-        rows = ",\n".join(f"  {json.dumps(layer, separators=(',', ':'))}" for layer in self.filters)
-        with replacing(path) as temporary:
-            temporary.write_text("{\n" + ",\n".join([*lines, f' "filters": [\n{rows}\n ]']) + "\n}\n", encoding="utf-8")
-        return Path(path)
+        return self._write(path, "filters", [json.dumps(layer, separators=(",", ":")) for layer in self.filters])
 
     @classmethod
     def load(cls, path_or_name: str | Path) -> QueryFilters:
