@@ -106,6 +106,13 @@ def mark(chosen: Tensor, positions: Tensor) -> None:
     chosen.scatter_(-1, positions.masked_fill(positions == PAD, chosen.shape[-1] - 1), True)
 
 
+def marked(positions: Tensor, length: int) -> Tensor:
+    """Which of `length` positions are among `positions` `[..., n]`, -1 padded: bool `[..., length]`."""
+    chosen = torch.zeros(*positions.shape[:-1], length + 1, dtype=torch.bool, device=positions.device)
+    mark(chosen, positions)
+    return chosen[..., :-1]
+
+
 def positions_of(chosen: Tensor) -> Tensor:
     """The positions that are chosen, bool `[..., length]` -> int64 `[..., most]`, ascending, -1 at the end of rows with
     fewer.

@@ -3,7 +3,6 @@
 from typing import Annotated, ClassVar
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -60,9 +59,8 @@ class CriticalKV(ScorerWrapper):
         """
         lowest = scores.amin(-1, keepdim=True).clamp_max(0)
         weighed = (scores - lowest + self.epsilon) * self._norms(prompt)
-        sure = F.pad(scores.isposinf(), (0, 1))
-        ranking.mark(sure, ranking.top_positions(scores, first))
-        return weighed.masked_fill(sure[..., :-1], torch.inf)
+        sure = scores.isposinf() | ranking.marked(ranking.top_positions(scores, first), scores.shape[-1])
+        return weighed.masked_fill(sure, torch.inf)
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
         return ranking.top_positions(self.importance(prompt, budget), budget)

@@ -11,6 +11,7 @@ from kvlab.core import attention
 from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods._base.scorer import Scorer
+from kvlab.methods.leverage import gaussian
 
 RANK = 20
 """Columns of the Gaussian matrix."""
@@ -63,8 +64,7 @@ class CurDKV(Scorer):
 
     def drawn(self, layer: int, head_dim: int) -> Tensor:
         """The Gaussian matrix of one layer, `[head_dim, 20]`."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer)
-        return torch.randn(head_dim, RANK, generator=generator, dtype=torch.float32) / RANK**0.5
+        return gaussian(self.seed, layer, head_dim, RANK)
 
     def _joint(self, prompt: Prompt) -> Tensor:
         keys, values = (self._shares(prompt, vectors) for vectors in (prompt.keys, prompt.values))

@@ -52,8 +52,7 @@ class Leverage(Scorer):
 
     def drawn(self, layer: int, head_dim: int) -> Tensor:
         """The Gaussian matrix of one layer, `[head_dim, sketch]`."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer)
-        return torch.randn(head_dim, self.sketch, generator=generator, dtype=torch.float32) / math.sqrt(self.sketch)
+        return gaussian(self.seed, layer, head_dim, self.sketch)
 
     def _leverage(self, prompt: Prompt, between: slice = slice(None)) -> Tensor:
         """Leverage scores of the tokens `between`, among themselves, `[rows, kv_heads, n]`."""
@@ -68,3 +67,9 @@ class Leverage(Scorer):
             gram += RIDGE * torch.eye(self.sketch, dtype=gram.dtype)
             scores.append((sketched @ torch.linalg.inv(gram).float().to(before) * sketched).sum(-1))
         return torch.stack(scores)
+
+
+def gaussian(seed: int, layer: int, head_dim: int, columns: int) -> Tensor:
+    """The Gaussian matrix of one layer, which shortens vectors and keeps their lengths on average: float32."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
+    return torch.randn(head_dim, columns, generator=generator, dtype=torch.float32) / math.sqrt(columns)

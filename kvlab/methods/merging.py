@@ -59,9 +59,7 @@ class Merging(ScorerWrapper):
         """
         length = keys.shape[2]
         targets = torch.arange(length, device=keys.device).repeat(*keys.shape[:2], 1)
-        chosen = torch.zeros(*keys.shape[:2], length + 1, dtype=torch.bool, device=keys.device)
-        ranking.mark(chosen, kept)
-        heads = zip(keys.flatten(0, 1), chosen[..., :-1].flatten(0, 1), targets.flatten(0, 1), strict=True)
+        heads = zip(keys.flatten(0, 1), ranking.marked(kept, length).flatten(0, 1), targets.flatten(0, 1), strict=True)
         # One head at a time: the cosines of all heads together take a lot of memory.
         for own, stays, target in heads:
             unit = F.normalize(attention.exact(own), dim=-1)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Self
 
-import torch
 from pydantic import model_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -78,7 +77,7 @@ class Recorded(Policy):
 
     @model_validator(mode="after")
     def _readable(self) -> Self:
-        read(self.sets)
+        _ = self._found
         return self
 
     def __str__(self) -> str:
@@ -87,7 +86,7 @@ class Recorded(Policy):
 
     __repr__ = __str__
 
-    @property
+    @cached_property
     def _found(self) -> Sets:
         return read(self.sets)
 
@@ -117,10 +116,8 @@ class Recorded(Policy):
         if found.steps is None or number > len(found.steps):
             return
         wanted = found.steps[number - 1, list(store.layers)].to(store.device)
-        marked = torch.zeros(*wanted.shape[:2], store.seen + 1, dtype=torch.bool, device=store.device)
-        marked.scatter_(2, torch.where(wanted == EMPTY, store.seen, wanted), True)
         positions = store.positions
-        stays = marked.gather(2, positions.clamp_min(0)) & (positions != EMPTY)
+        stays = ranking.marked(wanted, store.seen).gather(2, positions.clamp_min(0)) & (positions != EMPTY)
         if int(stays.sum()) < int((wanted != EMPTY).sum()):
             raise KvlabError(f"{self.sets} wants an entry after step {number} that an earlier step has evicted")
         if int(stays.sum()) < int(store.counts.sum()):
@@ -160,27 +157,18 @@ def alike(one: str, other: str) -> bool:
 
 
 def read(path: str | Path) -> Sets:
-    """The sets of a file; read again only when it has changed.
+    """The sets of a file.
 
     Raises:
         KvlabError: there is no such file, or its content is not right.
     """
     path = expanded(path)
     try:
-        stamp = path.stat()
-    except (OSError, ValueError) as error:
-        raise KvlabError(f"cannot read {path}: {why(error).lower()}") from None
-    return _read(path, stamp.st_mtime_ns, stamp.st_size)
-
-
-@lru_cache(maxsize=8)
-def _read(path: Path, _changed: int, _size: int) -> Sets:
-    try:
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         with safe_open(path, "pt") as file:
             about = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise KvlabError(f"cannot read {path}: {why(error).lower()}") from None
     except SafetensorError:
         raise KvlabError(f"{path} is no file of retained sets; docs/record_sets.py writes one") from None

@@ -50,10 +50,8 @@ class Rerotated(ScorerWrapper):
                 f"{self.name} has moved the entries of an earlier turn, and cannot move them again; store later turns "
                 "whole (turns='leave')"
             )
-        stays = torch.zeros(*prompt.keys.shape[:2], prompt.length + 1, dtype=torch.bool, device=prompt.keys.device)
-        ranking.mark(stays, self.prefill(prompt))
         # An entry moves on by as many as there are after it that leave.
-        gaps = ~stays[..., :-1]
+        gaps = ~ranking.marked(self.prefill(prompt), prompt.length)
         moved = prompt.positions + gaps.flip(-1).cumsum(-1).flip(-1)
         rows = zip(prompt.keys, prompt.positions, moved, prompt.rotation(self), strict=True)
         turned = [

@@ -135,8 +135,8 @@ def _first(fields: dict[str, Any], *names: str) -> Any:
 
 def answer_of(fields: dict[str, Any]) -> str:
     """The reference answer of a line, empty where it has none."""
-    answer = str(_first(fields, "answer") if _first(fields, "answer") is not None else "").strip()
-    if answer:
+    found = fields.get("answer")
+    if answer := "" if found is None else str(found).strip():
         return answer.rpartition("####")[2].strip()
     return boxed(str(fields.get("solution") or ""))
 
