@@ -1,17 +1,17 @@
 """CompilerKV: token utility weighted by a table of heads, gated by a table of prompt risks."""
 
-import os
 import warnings
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
 from kvlab.core import attention, ranking
 from kvlab.errors import KvlabError
+from kvlab.lib.parameters import PathText
 from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.lookup import PUBLISHED_TABLES, DecisionTables
 from kvlab.methods._base.policy import Budget, Kernel, Policy
@@ -76,7 +76,7 @@ class CompilerKV(Policy):
     scale: Literal["largest", "mean"] = "largest"
     pad: Literal["none", "budget"] = "none"
     variant: Literal["paper", "published"] = "paper"
-    tables: Annotated[str, BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x)] | None = None
+    tables: PathText | None = None
 
     _tables: DecisionTables = PrivateAttr(DecisionTables(heads=None, risk=None))
 

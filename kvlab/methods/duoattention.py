@@ -1,7 +1,6 @@
 """DuoAttention (Xiao et al., 2024): retrieval heads keep everything, streaming heads sinks and recent tokens."""
 
 import math
-import os
 import warnings
 from typing import Annotated, ClassVar, Self
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from kvlab.core.store import EMPTY, LayerStore
 from kvlab.errors import KvlabError
+from kvlab.lib.parameters import PathText
 from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.lookup import HeadScores
 from kvlab.methods._base.policy import Budget, Policy
@@ -76,7 +76,7 @@ class DuoAttention(Policy):
     budget: Budget
     sinks: Part = SINKS
     recent: Part = RECENT
-    heads: Annotated[str, BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x)] | None = None
+    heads: PathText | None = None
 
     _measured: HeadScores | None = PrivateAttr(None)
 

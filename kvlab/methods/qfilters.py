@@ -1,14 +1,14 @@
 """Q-Filters (Godey et al., 2025): one direction for each head, measured once, says which keys will be attended to."""
 
-import os
 from typing import Annotated, ClassVar, Self
 
 import torch
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
 from kvlab.core import attention
 from kvlab.errors import KvlabError
+from kvlab.lib.parameters import PathText
 from kvlab.lib.references import PAPERS, Paper
 from kvlab.methods._base.lookup import QueryFilters
 from kvlab.methods._base.prompt import Prompt
@@ -39,7 +39,7 @@ class QFilters(Scorer):
     kind: ClassVar[str] = "score at prefill"
     paper: ClassVar[Paper | None] = PAPERS["qfilters"]
 
-    filters: Annotated[str, BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x)] | None = None
+    filters: PathText | None = None
     window: Annotated[int, Field(ge=1)] = 32
 
     _measured: QueryFilters | None = PrivateAttr(None)

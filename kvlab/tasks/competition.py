@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from kvlab.errors import KvlabError
 from kvlab.lib import extras
 from kvlab.lib.files import expanded, objects
+from kvlab.lib.parameters import PathText
 from kvlab.tasks.base import Example, Task
 from kvlab.tasks.making import require_tokenizer, spread
 
@@ -47,14 +47,9 @@ class Competition(Task):
 
     metric: ClassVar[str] = "correct"
 
-    file: str | None = None
+    file: PathText | None = None
     new_tokens: int = Field(4096, ge=1)
     chat: bool = True
-
-    @field_validator("file", mode="before")
-    @classmethod
-    def _path(cls, file: str | os.PathLike | None) -> str | None:
-        return os.fspath(file) if isinstance(file, os.PathLike) else file
 
     def examples(self, lm: LM, limit: int | None = None) -> Iterator[Example]:
         """One for each line, at most `limit`, the levels or subjects in turn.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from kvlab.errors import KvlabError
 from kvlab.inputs import longbench_records, packs
 from kvlab.inputs.tokens import token_spans
 from kvlab.lib.files import first_line
+from kvlab.lib.parameters import PathText
 from kvlab.tasks.base import Example, Task
 from kvlab.tasks.longbench_prompts import PROMPTS
 
@@ -47,16 +47,11 @@ class LongBench(Task):
     name: ClassVar[str] = "longbench"
     summary: ClassVar[str] = "LongBench's 21 tasks with its prompts, truncation and metrics; needs folder= or hub=true"
 
-    folder: str | None = None
+    folder: PathText | None = None
     hub: bool = False
     tasks: tuple[str, ...] = ()
     length: int | None = Field(None, ge=LEAST)
     longer: Literal["cut", "skip"] = "cut"
-
-    @field_validator("folder", mode="before")
-    @classmethod
-    def _path(cls, folder: str | os.PathLike | None) -> str | None:
-        return os.fspath(folder) if isinstance(folder, os.PathLike) else folder
 
     @field_validator("tasks", mode="before")
     @classmethod

@@ -9,10 +9,11 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from kvlab.errors import KvlabError
 from kvlab.lib.files import expanded, jsonl, parsed
+from kvlab.lib.parameters import PathText
 from kvlab.tasks.base import Example, Task
 from kvlab.tasks.longgen_prompts import SHORT
 from kvlab.tasks.making import piece_tokens
@@ -59,18 +60,13 @@ class LongGen(Task):
     summary: ClassVar[str] = "LongGenBench: long responses of numbered entries, checked for what had to be in which"
     metric: ClassVar[str] = "accuracy"
 
-    file: str | None = None
+    file: PathText | None = None
     entries: int = Field(8, ge=6, le=1000)
     words: int = Field(20, ge=1)
     number: int = Field(10, ge=1)
     new_tokens: int | None = Field(None, ge=1)
     share: float = Field(0.75, gt=0, le=1)
     chat: bool = True
-
-    @field_validator("file", mode="before")
-    @classmethod
-    def _path(cls, file: str | os.PathLike | None) -> str | None:
-        return os.fspath(file) if isinstance(file, os.PathLike) else file
 
     def examples(self, lm: LM, limit: int | None = None) -> Iterator[Example]:
         """The examples of the kinds in turn, at most `limit`.
