@@ -206,7 +206,7 @@ def _render(names: list[str], profile: str | None = None, fresh: bool = False) -
 
 @app.command(
     epilog="Examples:   kvlab report   |   kvlab report --out /tmp/report --model smollm2-135m   "
-    "|   kvlab report --from kept"
+    "|   kvlab report --from kept   |   kvlab report --from kept --poster claims.pdf"
 )
 def report(
     out: Annotated[
@@ -240,12 +240,22 @@ def report(
             show_default=False,
         ),
     ] = None,
+    poster: Annotated[
+        Path | None,
+        typer.Option(
+            "--poster",
+            metavar="FILE",
+            help="Draw the forest plot alone, for a slide, into this SVG, PDF or PNG; no report is written.",
+            show_default=False,
+        ),
+    ] = None,
     compare: Compare = None,
 ) -> None:
     """Write the claims ledger as HTML (report.html, and a page for each of several models) and as data (claims.csv)."""
     extras.need()
     from kvlab.workbench import experiments
     from kvlab.workbench.report import page as ledger
+    from kvlab.workbench.report import poster as slide
     from kvlab.workbench.report import snapshots, stability, stand_ins, task_scores
     from kvlab.workbench.report.claim_mistakes import mistakes
 
@@ -266,9 +276,14 @@ def report(
     origin, compare = snapshots.place(origin), snapshots.place(compare)
     before = snapshots.every(compare, chosen) if compare else None
     ledger.check(out)  # refused before the store is read
+    if poster is not None:
+        slide.check(poster)
     if not origin:
         _render(experiments.names(), profile)
     entries = snapshots.kept(origin, chosen, profile) if origin else ledger.measured(chosen, profile)
+    if poster is not None:
+        typer.echo(slide.save(entries, poster))
+        return
     if origin:
         page = ledger.save(entries, out, stability.read(origin), task_scores.boards(origin))
     else:

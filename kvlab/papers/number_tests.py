@@ -42,6 +42,11 @@ class Test(BaseModel):
         """The metrics whose values this test is about, without those that it compares them with."""
         return [self.metric or own]
 
+    @property
+    def side(self) -> int:
+        """On which side of its turn it passes: 1 above, -1 below, 0 where it has no such turn."""
+        return 0
+
     def threshold(self, value_of: Lookup, paper_value: float | None) -> float | None:
         """Where the test of a single number turns; None where there is no such number."""
         return None
@@ -158,6 +163,10 @@ class _Turning(Test):
 
     _above: ClassVar[bool]
     _at: ClassVar[bool]
+
+    @property
+    def side(self) -> int:
+        return 1 if self._above else -1
 
     def _passes(self, value: float, turn: float) -> bool:
         return self._at if value == turn else (value > turn) is self._above

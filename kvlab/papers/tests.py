@@ -79,6 +79,10 @@ class _Clear(_OfInterval):
     than: Reference
     _side: ClassVar[str]
 
+    @property
+    def side(self) -> int:
+        return 1 if self._side == "above" else -1
+
     def check(self, own: str, value_of: Lookup, paper_value: float | None) -> tuple[bool, str]:
         low, high, interval = self._interval(own, value_of)
         limit, label = number_of(self.than, value_of)

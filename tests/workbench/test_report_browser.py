@@ -89,6 +89,7 @@ def shown(page) -> list[str]:
 def test_every_claim_is_one_line_until_it_is_opened(browser, page_of_report):
     with opened(browser, page_of_report) as (page, complaints):
         assert len(shown(page)) == len(papers.claims())
+        page.evaluate("document.querySelectorAll('details.group').forEach(each => each.open = true)")
         lines = page.locator("details.claim").filter(visible=True)
         heights = [line.bounding_box()["height"] for line in lines.all()]
         assert len(heights) > 100 and max(heights) < 40
@@ -118,7 +119,7 @@ def test_claims_are_narrowed_by_paper_verdict_and_words(browser, page_of_report)
         assert slug(CLAIM) in shown(page) and len(shown(page)) < 10
         form.locator("[name=words]").fill("no claim says this")
         assert shown(page) == [] and page.locator("section.paper").filter(visible=True).count() == 0
-        page.locator("#glance .strip a").first.click()
+        page.locator("#in-short a.finding").first.click()
         assert page.locator("details.claim:target .inside").is_visible(), "a link leads to what was filtered away"
         assert complaints == []
 
@@ -183,7 +184,7 @@ def test_models_side_by_side_fit_and_link_to_their_pages(browser, pages_of_model
         assert row.locator("li.model").count() == 5
         for cell in row.locator("li.model").all():
             assert cell.locator(".mark").inner_text() in ("●", "◐", "○", "–")
-        page.locator("#glance .strip a").last.click()
+        page.locator("#in-short a.finding").last.click()
         assert page.locator("details.claim:target .inside").is_visible()
         page.locator(".matrix.models tbody a").last.click()
         assert page.locator("h1").inner_text().endswith("of-unknown-size")
@@ -222,4 +223,4 @@ def test_without_any_run_the_page_is_whole_too(browser, project):
     with opened(browser, address, PHONE) as (page, complaints):
         assert overflow(page) == 0 and page.locator(".thumb, figure").count() == 0 and complaints == []
         assert page.locator("details.claim").count() == len(papers.claims())
-        assert page.locator("#in-short").get_by_text("has been measured yet").count() == len(papers.papers())
+        assert page.locator("#in-short .of-paper").get_by_text("has been measured yet").count() == len(papers.papers())

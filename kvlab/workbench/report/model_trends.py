@@ -10,7 +10,7 @@ from itertools import combinations
 
 from kvlab import papers
 from kvlab.render.phrases import number
-from kvlab.workbench.report.ledger import Entry
+from kvlab.workbench.report.ledger import UNTESTED, Entry
 from kvlab.workbench.report.ledger_models import Subject
 from kvlab.workbench.report.value_axis import turn_of
 
@@ -53,6 +53,11 @@ class Row:
     @property
     def group(self) -> str:
         return self.entries[0].group
+
+    @property
+    def found(self) -> bool:
+        """Whether a model at least has a verdict on it."""
+        return any(entry.state not in (papers.UNMEASURED, UNTESTED) for entry in self.entries)
 
     @property
     def profile(self) -> str:
@@ -189,10 +194,6 @@ class Plot:
     lines: list[Line]
     sizes: list[tuple[float, str]]
     goal: Goal | None
-
-    @property
-    def path(self) -> str:
-        return " ".join(f"{mark.x},{mark.y}" for mark in self.marks)
 
 
 def reach(rows: Iterable[Row]) -> int:

@@ -18,7 +18,7 @@ from kvlab.lib.files import replacing
 from kvlab.render.phrases import number
 from kvlab.render.sentences import sentence
 from kvlab.workbench import project
-from kvlab.workbench.report import model_trends, stability
+from kvlab.workbench.report import forest, model_trends, stability
 from kvlab.workbench.report.evidence import (
     UI,
     Evidence,
@@ -80,6 +80,7 @@ DECIDED = (papers.HOLDS, papers.DIRECTION, papers.WEAK, papers.FAILS)
 MAIN = "report.html"
 OF_MODELS = "model-*.html"
 FOLDED = {
+    "unmeasured": "Not measured by these runs",
     "questions": "Questions of ours, which the paper's sentences raise and do not answer",
     "checks": "Controls, identities and examples",
     "recomputed": "Recomputed from what the paper prints; no model ran for these",
@@ -219,6 +220,8 @@ def _page(
         scale=scale,
         remarks=remarks,
         growth=model_trends,
+        no_effect=forest.NO_EFFECT,
+        strip_of=forest.strip,
         steadiness=stability.of_entries(mine),
         plot=lambda row: model_trends.plot(row, order, farthest),
     )
@@ -270,12 +273,15 @@ def _section(
     asked = {entry.claim.experiment for entry in mine}
     return {
         "paper": paper,
+        "forest": (drawn := forest.of_paper(of_paper, paper)),
+        "headline": forest.headline(drawn, len(order)),
         "digest": digest(mine, order, paper.says),
         "quoted": quoted(mine, order[-1].name, paper.quoted) if order else [],
         "places": [place for item in shown.values() if item.experiment in asked for place in item.places],
         "tallies": {name: Tally.of(of_model) for name, of_model in by_model(mine).items()},
         "untested": [row for row in of_paper if row.claim.untested],
         "findings": [row for row in of_paper if row.group == "findings"],
+        "unmeasured": [row for row in of_paper if row.group == "findings" and not (row.found or row.claim.untested)],
         **{
             group: [row for row in of_paper if row.group == group and not row.claim.untested]
             for group in GROUPS

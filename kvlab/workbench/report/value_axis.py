@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvlab import papers
+from kvlab.papers.tests import Combination
 from kvlab.workbench.report.ledger import Entry
 
 
@@ -36,3 +37,19 @@ def turn_of(claim: papers.Claim) -> float | None:
     """
     own = (turn for metric, turn in claim.direction.turns(claim.metric) if metric == claim.metric)
     return next(own, None)
+
+
+def side_of(claim: papers.Claim) -> int:
+    """On which side of its turn the claim's direction asks its own metric to lie: 1 above it, -1 below; 0 where it has
+    no such turn.
+    """
+    if turn_of(claim) is None:
+        return 0
+    return next((test.side for test in _singles(claim.direction, claim.metric) if test.turns(claim.metric)), 0)
+
+
+def _singles(test: papers.Condition, own: str) -> list[papers.Condition]:
+    """The tests of the claim's own metric of which this one consists."""
+    if isinstance(test, Combination):
+        return [single for part in test.tests for single in _singles(part, test.metric or own)]
+    return [test] if (test.metric or own) == own else []
