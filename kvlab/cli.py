@@ -36,9 +36,30 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# In the order in which `kvlab --help` shows them.
-for group in (stock, workspaces, experiments, stability, measuring, learning, tasks, scoring):
-    app.add_typer(group.app)
+PANELS = {
+    "Models, texts and this machine": (stock,),
+    "Experiments and verdicts": (experiments, stability),
+    "Tasks and scores": (tasks, scoring),
+    "Measure one thing": (measuring,),
+    "A workspace of your own": (workspaces,),
+    measuring.LEARNT: (learning,),
+}
+"""The groups of commands, in the order in which `kvlab --help` shows them."""
+
+
+def _in_panels() -> None:
+    """Give every command its group, and put the examples in its help on lines of their own."""
+    for panel, modules in PANELS.items():
+        for module in modules:
+            for command in module.app.registered_commands:
+                command.rich_help_panel = command.rich_help_panel or panel
+                if command.epilog:
+                    examples = command.epilog.removeprefix("Examples:").split("   |   ")
+                    command.epilog = "\n".join(["Examples:", *(f"  {example.strip()}" for example in examples)])
+            app.add_typer(module.app)
+
+
+_in_panels()
 
 
 def _version(wanted: bool) -> None:
@@ -80,6 +101,8 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if type(error).__name__ == "Abort":
             _leave("interrupted", 130, debug)
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help is on the screen already
+            sys.exit(0)
         if hasattr(error, "format_message"):  # what typer raises for a mistake on the command line
             _leave(_usage(error), getattr(error, "exit_code", 2), debug)
         if isinstance(error, OSError):

@@ -18,6 +18,10 @@ from kvlab.lib import extras
 app = typer.Typer()
 
 
+LEARNT = "Learn what policies need"
+"""Where the help lists commands whose results policies use."""
+
+
 @app.command(
     epilog="Examples:   kvlab attribute snapkv --budget 64 --document sotu/1962 --tokens 800   |   "
     "kvlab attribute h2o --budget 0.1 --document my.txt --out why   |   "
@@ -152,8 +156,9 @@ def bench(
 
 
 @app.command(
+    rich_help_panel=LEARNT,
     epilog="Examples:   kvlab heads   |   kvlab heads smollm2-135m --context 2000 --needles 16   |   "
-    "kvlab heads ./my-model --out my-heads.json"
+    "kvlab heads ./my-model --out my-heads.json",
 )
 def heads(
     model: Annotated[str, typer.Argument(help="Name, folder, GGUF file or Hugging Face id.")] = "smollm2-135m",
@@ -178,8 +183,9 @@ def heads(
 
 
 @app.command(
+    rich_help_panel=LEARNT,
     epilog="Examples:   kvlab filters   |   kvlab filters gemma-3-270m   |   "
-    "kvlab filters ./my-model --out my-filters.json"
+    "kvlab filters ./my-model --out my-filters.json",
 )
 def filters(
     model: Annotated[str, typer.Argument(help="Name, folder, GGUF file or Hugging Face id.")] = "smollm2-135m",

@@ -304,3 +304,19 @@ def test_report_errors_pass_through(project, capsys, monkeypatch):
 def test_version(capsys):
     code, out, _ = call(capsys, "--version")
     assert code == 0 and out.startswith("kvlab ")
+
+
+def test_the_command_alone_shows_help(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    said = capsys.readouterr()
+    assert ended.value.code == 0 and said.err == ""
+    assert said.out.index("pull") < said.out.index("reproduce") < said.out.index("eval")
+
+
+def test_examples_stand_one_a_line(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["report", "--help"])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    after = lines[lines.index("Examples:") + 1 :]
+    assert after[0] == "kvlab report" and all(line.startswith("kvlab report") for line in after if line)
