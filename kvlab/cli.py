@@ -41,8 +41,8 @@ PANELS = {
     "Experiments and verdicts": (experiments, stability),
     "Tasks and scores": (tasks, scoring),
     "Measure one thing": (measuring,),
-    "A workspace of your own": (workspaces,),
     measuring.LEARNT: (learning,),
+    "A workspace of your own": (workspaces,),
 }
 """The groups of commands, in the order in which `kvlab --help` shows them."""
 

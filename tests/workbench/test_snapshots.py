@@ -131,7 +131,7 @@ SMOLLM2, HALF, LARGEST, GEMMA = "smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-c
             1,
         ),
         ("", "{value:.2f} of the recall ({low:.2f} to {high:.2f}", "dapq.figure6a.position_decides", HALF, "full", 1),
-        ("", "had said the opposite ({value:.2f})", "dapq.figure6a.position_decides", HALF, "quick", 1),
+        ("", "do not tell ({value:.2f}, {low:.2f} to {high:.2f})", "dapq.figure6a.position_decides", HALF, "quick", 1),
         ("", "it is by {value:.4f} nats", "rocketkv.figure8.task_needle_hybrid", LARGEST, "quick", 1),
         ("/rocketkv", "{value:.3f} on gemma", WIDE_POOLING, GEMMA, "quick", 1),
         ("/rocketkv", "{value:.3f} ({low:.3f} to {high:.3f}) on the 0.5B", WIDE_POOLING, HALF, "full", 1),
