@@ -115,7 +115,7 @@ notebooks: pull  ## run every notebook where it stands, and keep its outputs in 
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
 
 lab: $(STAMP)  ## JupyterLab on copies of the notebooks (in lab/), and the MLflow UI
-	@exec $(BIN)/python -m kvlab.workbench.lab --port $(PORT)
+	@exec $(BIN)/kvlab lab --port $(PORT)
 
 clean:  ## remove the environment and what runs left behind, but not the store of runs
 	rm -rf .venv .venv-lowest build dist report .pytest_cache .hypothesis

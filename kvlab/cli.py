@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from kvlab.commands import experiments, learning, measuring, scoring, stability, stock, tasks, workspaces
+from kvlab.commands import experiments, learning, measuring, scoring, showing, stability, stock, tasks, workspaces
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib import environment, extras
 from kvlab.lib.addresses import without_password
@@ -38,7 +38,7 @@ app = typer.Typer(
 )
 PANELS = {
     "Models, texts and this machine": (stock,),
-    "Experiments and verdicts": (experiments, stability),
+    "Experiments and verdicts": (experiments, stability, showing),
     "Tasks and scores": (tasks, scoring),
     "Measure one thing": (measuring,),
     measuring.LEARNT: (learning,),

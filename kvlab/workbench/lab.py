@@ -1,25 +1,20 @@
-"""`make lab`: starts JupyterLab on copies of the notebooks, and the MLflow UI, which ends when JupyterLab ends."""
+"""`kvlab lab`: starts JupyterLab on copies of the notebooks, and the MLflow UI, which ends when JupyterLab ends."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from kvlab.errors import KvlabError
 from kvlab.lib import environment, extras
-from kvlab.lib.addresses import without_password
 from kvlab.lib.files import parsed, replacing
 from kvlab.workbench import project, ui
-from kvlab.workbench.jobs import processes
 from kvlab.workbench.store import database
 
 FOLDER = "lab"
@@ -58,53 +53,25 @@ def _made(target: Path) -> dict[str, str]:
     return hashes if isinstance(hashes, dict) else {}
 
 
-@contextlib.contextmanager
-def _mlflow(uri: str, port: int) -> Iterator[str]:
-    """Run the MLflow UI on a sqlite store; yields its address. Any other store is a server, with a UI of its own."""
-    if database.database_path(uri) is None:
-        yield without_password(uri)
-        return
-    with socket.socket() as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            free.bind((ui.HOST, port))
-        except OSError as error:
-            raise KvlabError(
-                f"port {port} cannot be used ({error.strerror}); name another: make lab PORT={port + 1}"
-            ) from None
-    note = ui.note()
-    with (note.parent / "server.log").open("wb") as log:
-        # In a session of its own, so that Ctrl-C reaches only JupyterLab; this server is ended after JupyterLab.
-        server = subprocess.Popen(
-            ui.command(uri, port),
-            stdout=log,
-            stderr=log,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env={**os.environ, **ui.SETTINGS},
-        )
-    try:
-        note.write_text(ui.address(port), encoding="utf-8")
-        yield ui.address(port)
-    finally:
-        note.unlink(missing_ok=True)
-        processes.stop(server)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Run both until JupyterLab ends, by Ctrl-C or from its menu.
-
-    Returns JupyterLab's exit code, or 0 where a signal has ended it.
-    """
+    """As `kvlab lab`, for Makefiles of workspaces that were made before that command came."""
     parser = argparse.ArgumentParser(prog="make lab")
     parser.add_argument("--port", type=int, default=ui.PORT)
     parser.add_argument("--in-place", action="store_true", help="open the notebooks themselves, not copies of them")
     options = parser.parse_args(arguments)
+    return start(options.port, options.in_place)
+
+
+def start(port: int = ui.PORT, in_place: bool = False) -> int:
+    """Run JupyterLab and MLflow's UI until JupyterLab ends, by Ctrl-C or from its menu.
+
+    Returns JupyterLab's exit code, or 0 where a signal has ended it.
+    """
     extras.need(*extras.EXTRAS[extras.LAB])
     environment.configure()  # JupyterLab's kernels inherit it
-    port, root, requested = options.port, project.root(), []
-    opened = "notebooks" if options.in_place else f"{FOLDER}/00_quickstart.ipynb"
-    for copy in [] if options.in_place else copies(root / "notebooks", root / FOLDER):
+    root, requested = project.root(), []
+    opened = "notebooks" if in_place else f"{FOLDER}/00_quickstart.ipynb"
+    for copy in [] if in_place else copies(root / "notebooks", root / FOLDER):
         print(
             f"{copy.relative_to(root)} has your changes and stays; its original in notebooks/ has changed since. "
             "Delete the copy to get the new one."
@@ -122,9 +89,9 @@ def main(arguments: list[str] | None = None) -> int:
         command.append("--allow-root")  # without it JupyterLab refuses to start for root, as in a container
     # JupyterLab gets Ctrl-C as well, and ends; here it is only noted.
     signal.signal(signal.SIGINT, lambda *_: requested.append(signal.SIGINT))
-    with _mlflow(database.ensure_store(), port) as address:
+    with ui.served(database.ensure_store(), port) as server:
         print(
-            f"MLflow UI: {address}/#/experiments (ready in some seconds; it ends with JupyterLab; its log: "
+            f"MLflow UI: {server.address}/#/experiments (ready in some seconds; it ends with JupyterLab; its log: "
             "mlruns/server.log)",
             flush=True,
         )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-import shlex
+import signal
+import socket
+import subprocess
+import sys
 from urllib.parse import unquote
 
 import pytest
 from support.commands import call
 from support.projects import EXPERIMENT, experiment
+from support.servers import free_port
 
 from kvlab.workbench import experiments, ui
 from kvlab.workbench.jobs import launch
@@ -21,13 +25,33 @@ def number(project):
     return database.experiment_id(database.client(), EXPERIMENT)
 
 
-def test_without_a_server_the_command_that_starts_one_is_told(number, project):
-    link, how = ui.link_text([EXPERIMENT]).splitlines()
-    assert link.startswith(f"http://127.0.0.1:5000/#/experiments/{number}/runs")
-    words = shlex.split(how.partition("once this runs: ")[2])
-    assert words[0] == "MLFLOW_DISABLE_TELEMETRY=true" and words[1].endswith("mlflow") and words[2] == "server"
-    assert words[-2:] == ["--backend-store-uri", f"sqlite:///{project}/mlruns/mlflow.db"]
-    assert words[2:] == ui.command(database.store_uri(), 5000)[3:-4]
+def test_without_a_server_the_command_that_starts_one_is_told(number):
+    said = ui.link_text([EXPERIMENT])
+    assert said.startswith("kvlab ui ") and f"http://127.0.0.1:5000/#/experiments/{number}/runs" in said
+
+
+def test_the_ui_says_when_it_answers_and_ends_with_ctrl_c(number, project):
+    port = free_port()
+    begun = subprocess.Popen(
+        [sys.executable, "-m", "kvlab", "ui", "--port", str(port)], stdout=subprocess.PIPE, text=True, cwd=project
+    )
+    try:
+        assert begun.stdout is not None
+        address = begun.stdout.readline().split()[0]
+        assert address == f"http://127.0.0.1:{port}" and ui.running() == address
+    finally:
+        begun.send_signal(signal.SIGINT)
+        code = begun.wait(timeout=60)
+    assert code in (0, 130) and ui.running() is None and not ui.note().exists()
+
+
+def test_a_port_that_is_taken_is_refused(number, project, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, _, said = call(capsys, "ui", "--port", str(port))
+    assert code == 1 and f"port {port} cannot be used" in said and f"--port {port + 1}" in said
 
 
 def test_the_ui_of_make_lab_is_known_while_it_answers(number, health):

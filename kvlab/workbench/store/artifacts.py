@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from kvlab.render.phrases import plural
-
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
@@ -21,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def left(connection: RetryingClient, run_id: str) -> list[str]:
-    """Lines that say where a job's executed notebook and figures are, and the verdicts of its claims.
+    """Lines that say what a job found: the verdicts of its claims, its story's first sentence, and where its executed
+    notebook and its figures are.
 
     Empty where the store has lost the run since.
     """
@@ -31,18 +30,19 @@ def left(connection: RetryingClient, run_id: str) -> list[str]:
         run = connection.get_run(run_id)
     except MlflowException:
         return []
-    figures = sum(1 for _ in files(connection, run, "figures", ".png"))
-    notebooks = [path.name for path in files(connection, run, "notebook", ".html")]
     place = urlsplit(run.info.artifact_uri or "")
     here = place.scheme in ("", "file")
     folder = _short(Path(url2pathname(place.path))) if here else f"run {run.info.run_id}"
-    found = [f"notebook/{name}" for name in notebooks]
-    found += [f"{figures} {plural(figures, 'figure')} in figures"] * bool(figures)
-    parts = [f"{folder}: {', '.join(found)}"] * bool(found)
+    parts = []
     for path in files(connection, run, "", ".json"):
         if path.name == "claims.json":
             counts = Counter(each["verdict"] for each in json.loads(path.read_text(encoding="utf-8"))).most_common()
-            parts += ["all its claims: " + ", ".join(f"{n} {verdict}" for verdict, n in counts)] * bool(counts)
+            parts += ["claims: " + ", ".join(f"{n} {verdict}" for verdict, n in counts)] * bool(counts)
+    for path in files(connection, run, "story", ".md"):
+        parts.append(path.read_text(encoding="utf-8").splitlines()[0].removeprefix("- "))
+        break
+    parts += [f"{folder}/notebook/{path.name}" for path in files(connection, run, "notebook", ".html")]
+    parts += [f"{folder}/figures/{path.name}" for path in files(connection, run, "figures", ".png")]
     return parts or [f"run {run.info.run_id}"]
 
 

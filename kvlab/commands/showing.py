@@ -1,0 +1,50 @@
+"""Pages to look at: MLflow's UI, JupyterLab."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from kvlab.lib import extras
+
+app = typer.Typer()
+
+Port = Annotated[int, typer.Option("--port", min=1, max=65535, help="The port of MLflow's UI, on this machine only.")]
+
+
+@app.command(epilog="Examples:   kvlab ui   |   kvlab ui --port 5001")
+def ui(port: Port = 5000) -> None:
+    """Start MLflow's UI on the runs of this project, and say when it can be opened. Ctrl-C ends it."""
+    extras.need()
+    from kvlab.workbench import ui as pages
+    from kvlab.workbench.store import database
+
+    uri = database.ensure_store()
+    if base := pages.running():
+        typer.echo(f"it runs already: {base}")
+        return
+    with pages.served(uri, port) as server:
+        server.wait_until_it_answers()
+        typer.echo(f"{server.address}   (Ctrl-C ends it)")
+        try:
+            while server.alive:
+                time.sleep(0.5)
+        except KeyboardInterrupt:
+            return
+    server.complain()
+
+
+@app.command(epilog="Examples:   kvlab lab   |   kvlab lab --port 5001   |   kvlab lab --in-place")
+def lab(
+    port: Port = 5000,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="Open the notebooks themselves, not copies of them in lab/.")
+    ] = False,
+) -> None:
+    """Start JupyterLab on copies of the notebooks, and MLflow's UI, which ends with it."""
+    extras.need()
+    from kvlab.workbench import lab as jupyter
+
+    raise typer.Exit(jupyter.start(port, in_place))
