@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvlab.core.attention import attend, attend_and_accumulate
-from kvlab.core.hookable import NORMS, PROJECTIONS, layers_of, text_config, windows_of
+from kvlab.core.hookable import EXPAND, NORMS, PROJECTIONS, expansion_of, is_latent, layers_of, text_config, windows_of
+from kvlab.core.latent import Expansion, joined
 from kvlab.core.rotation import CHECKED, Rotation, agreeing, candidates
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
@@ -98,6 +99,7 @@ class _Hooked:
     layer: int
     index: int
     handler: Handler
+    expansion: Expansion | None  # of latent attention
     projected: list[Tensor] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
 
@@ -121,6 +123,12 @@ def _attention(module, query, key, value, attention_mask, scaling=None, position
         )
     pre = _as_heads(entry.projected.pop(), query) if entry.projected else None
     scaling = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    expansion = entry.expansion
+    if expansion is not None:
+        # The module's own expansion stands aside, so that these are latents and rotary parts.
+        key, value = joined(key, value)
+        pre = None if pre is None else expansion.before(pre, query)
+        query = expansion.queries(query)
     sinks = more.get("s_aux")
     sinks = None if sinks is None else sinks.detach()
     softcap, padding = more.get("softcap"), attention_mask
@@ -133,7 +141,14 @@ def _attention(module, query, key, value, attention_mask, scaling=None, position
     kept = query, pre, key, value, scaling, padding, position_ids, softcap, sinks, hidden
     call = Call(entry.layer, entry.index, *kept)
     with outside_autocast(query.device):
-        return entry.handler(call).to(dtype).transpose(1, 2).contiguous(), None
+        out = entry.handler(call).to(dtype)
+        out = out if expansion is None else expansion.outputs(out)
+        return out.transpose(1, 2).contiguous(), None
+
+
+def _unexpanded(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    """What a latent module hands to the attention interface in place of its heads' keys and values."""
+    return latents, rotary
 
 
 def _mask(attention_mask: Tensor | None = None, **more: Any) -> Tensor | None:
@@ -200,9 +215,13 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True, hidden: bo
     settings = {key: dict(vars(config)) for key, config in made.items()}
     try:
         for index, module in enumerate(modules):
-            entry = _hooked[module] = _Hooked(_number(module), index, handler)
+            expansion = expansion_of(module) if is_latent(module) else None
+            entry = _hooked[module] = _Hooked(_number(module), index, handler, expansion)
+            if expansion is not None:
+                vars(module)[EXPAND] = _unexpanded
             if hidden:
-                first = next(getattr(module, n) for n in PROJECTIONS if isinstance(getattr(module, n, None), nn.Module))
+                names = PROJECTIONS if expansion is None else ("kv_a_proj_with_mqa",)
+                first = next(getattr(module, n) for n in names if isinstance(getattr(module, n, None), nn.Module))
                 handles.append(first.register_forward_hook(lambda _m, x, _o, entry=entry: entry.inputs.append(x[0])))
             if not pre_rope:
                 continue
@@ -226,6 +245,7 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True, hidden: bo
         for handle in handles:
             handle.remove()
         for module in modules:
+            vars(module).pop(EXPAND, None)
             _hooked.pop(module, None)
 
 

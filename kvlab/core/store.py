@@ -15,8 +15,10 @@ from torch import Tensor
 
 from kvlab.core.dense_slots import DenseSlots, RecordedSlots
 from kvlab.core.entries import AsIs, Entries, Run
+from kvlab.core.latent_entries import LatentEntries
 from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, check_dropped, check_kept, pick
 from kvlab.core.storage import AS_IS, Storage
+from kvlab.errors import KvlabError
 from kvlab.lib.renamed import Renamed
 
 __all__ = ["EMPTY", "LayerStore", "pick"]
@@ -31,6 +33,8 @@ class LayerStore:
         keys, values: `[rows, kv_heads, length, head_dim]`. They are borrowed: read in place and never written to; the
             first change makes the store's own copy.
         positions: `[rows, kv_heads, length]` int64 original positions; 0 .. length-1 unless given.
+        latent: of latent attention, the channels of a key's rotary part; the rest of the key is the value, held once.
+            0 where keys and values are apart.
 
     Attributes:
         columns: named per-slot tensors `[rows, kv_heads, slots, ...]` that a policy keeps beside the entries (scores,
@@ -50,11 +54,12 @@ class LayerStore:
     calm = Renamed("steps_until_quantised")
     taken = Renamed("gather")
 
-    def __init__(self, keys: Tensor, values: Tensor, positions: Tensor | None = None):
+    def __init__(self, keys: Tensor, values: Tensor, positions: Tensor | None = None, latent: int = 0):
         rows, kv_heads, length, _ = keys.shape
         if positions is None:
             positions = torch.arange(length, device=keys.device).expand(rows, kv_heads, length)
-        self._entries: Entries = AsIs.of(keys, values, positions)
+        self.latent = latent
+        self._entries: Entries = self._held(AsIs.of(keys, values, positions), AS_IS)
         # Columns, and fusion counts once something is merged. They are as long as the fullest head, and blank where a
         # head has no entry: what a policy writes into them must not be a copy.
         self._aux: DenseSlots | None = None
@@ -77,11 +82,13 @@ class LayerStore:
         return store
 
     @classmethod
-    def recorded(cls, keys: Tensor, values: Tensor, length: int) -> LayerStore:
+    def recorded(cls, keys: Tensor, values: Tensor, length: int, latent: int = 0) -> LayerStore:
         """The first `length` entries of a recording, which are borrowed; what is appended must be its next entries."""
-        store = cls(keys[:, :, :length], values[:, :, :length])
+        values = values[..., :0] if latent else values
+        store = cls(keys[:, :, :length], values[:, :, :length], latent=latent)
         positions = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
-        store._entries = AsIs(RecordedSlots({KEYS: keys, VALUES: values, POSITIONS: positions}, length))
+        recorded = AsIs(RecordedSlots({KEYS: keys, VALUES: values, POSITIONS: positions}, length))
+        store._entries = store._held(recorded, AS_IS)
         return store
 
     # ------------------------------------------------------------------ the policy's budget
@@ -104,11 +111,21 @@ class LayerStore:
     # ------------------------------------------------------------------ in what form entries are held
 
     def set_storage(self, storage: Storage) -> None:
-        """Hold keys and values in this form, what is there and what will come; what is in it is not rounded again."""
+        """Hold keys and values in this form, what is there and what will come; what is in it is not rounded again.
+
+        Raises:
+            KvlabError: keys and values in two forms, where values are a part of keys.
+        """
         if storage != self.storage:
-            self._entries, self.storage = storage.convert(self._entries.plain()), storage
+            self._entries, self.storage = self._held(self._entries.plain(), storage), storage
             self.rounded = self.rounded or not storage.exact
         self.quantise_pending()
+
+    def _held(self, entries: AsIs, storage: Storage) -> Entries:
+        if not self.latent:
+            return storage.convert(entries)
+        storage.check_latent()
+        return LatentEntries(entries, self.latent, storage.convert)
 
     def quantise_pending(self) -> None:
         """Round what the storage holds in full precision only as long as it is among the newest."""
@@ -225,7 +242,7 @@ class LayerStore:
 
     def part(self, rows: Tensor, start: int) -> LayerStore:
         """A store of its own of some sequences from slot `start` on, with their columns; their positions begin at 0."""
-        store = LayerStore(self.keys[rows, :, start:], self.values[rows, :, start:])
+        store = LayerStore(self.keys[rows, :, start:], self.values[rows, :, start:], latent=self.latent)
         store.layers = self.layers[:1] * len(rows)
         for name in self._columns:
             store.add_column(name, self.column(name)[rows, :, start:])
@@ -261,7 +278,7 @@ class LayerStore:
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry's key and value as the model makes them."""
-        return 2 * self.head_dim * self.dtype.itemsize
+        return (1 if self.latent else 2) * self.head_dim * self.dtype.itemsize
 
     def bytes_of(self, slots: Tensor | None) -> int:
         """What reading the slots `[rows, kv_heads, n]` loads, -1 for none; everything that is stored for None."""
@@ -378,7 +395,12 @@ class LayerStore:
 
         A target becomes what `merge` would make of it. Without `keys` its key stays, and the values alone are averaged.
         Evicting the sources is the caller's.
+
+        Raises:
+            KvlabError: values alone, where they are a part of keys.
         """
+        if not keys:
+            self._check_own_values()
         if not self.has_column(FUSIONS):
             self.add_column(FUSIONS, torch.ones(self.positions.shape, dtype=torch.float32, device=self.device))
         counts = self.fusion_counts * self.occupied
@@ -399,12 +421,20 @@ class LayerStore:
         self._rewrite(keys, self._entries.plain().read(VALUES))
 
     def rewrite_values(self, values: Tensor) -> None:
-        """Other values for the same entries, as `rewrite_keys`."""
+        """Other values for the same entries, as `rewrite_keys`; KvlabError where they are a part of keys."""
+        self._check_own_values()
         self._rewrite(self._entries.plain().read(KEYS), values)
 
     def _rewrite(self, keys: Tensor, values: Tensor) -> None:
-        self._entries = self.storage.convert(AsIs.of(keys, values, self._entries.read(POSITIONS)))
+        self._entries = self._held(AsIs.of(keys, values, self._entries.read(POSITIONS)), self.storage)
         self.quantise_pending()
+
+    def _check_own_values(self) -> None:
+        if self.latent:
+            raise KvlabError(
+                "this policy gives entries values of its own, and in latent attention a value is a part of its key; "
+                "take a policy that evicts entries or merges keys too"
+            )
 
     def expand(self, heads: int) -> None:
         """Give every query head a set of its own, now and for what is appended; ValueError where that cannot be."""

@@ -80,6 +80,8 @@ class Session:
         self.modules, self.layout = hookable.layers_of(model), hookable.layout_of(model)
         if policy.needs.projection:
             hookable.required_projections(self.modules)
+        if hookable.is_latent(self.modules[0]):
+            storage.check_latent()
         storage.check(hookable.head_dim_of(model, self.modules[0]), hookable.device_of(model))
         self._window = hooks.shortest_window(model)
         self._cache: LiveCache | None = None

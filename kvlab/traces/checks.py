@@ -45,6 +45,8 @@ def check(trace: Any) -> None:
             f"queries {tuple(queries.shape)} and keys {tuple(keys.shape)} differ in layers, head size, or "
             f"heads per KV head"
         )
+    if not isinstance(trace.latent, int) or not 0 <= trace.latent < head_dim or (trace.latent and keys.shape[1] > 1):
+        raise KvlabError(f"latent attention has one KV head and a rotary part within it, and not {trace.latent!r:.40}")
     if len(trace.layout.compressed) != layers or not trace.layout.valid:
         raise KvlabError(f"{layers} layers are recorded, and the model's layers {list(trace.layout.compressed)} named")
     if not 0 < int(trace.prompt_length) <= tokens:

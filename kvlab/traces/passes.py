@@ -221,4 +221,4 @@ def prefilled(trace: Trace, lm: LM | None = None) -> StoreCache:
             prefill(lm, trace.ids[: trace.prompt_length], cache, chunk_for(lm.model, trace.prompt_length))
         return cache
     pairs = zip(trace.prompt_keys, trace.prompt_values, strict=True)
-    return StoreCache([LayerStore(keys[None], values[None]) for keys, values in pairs])
+    return StoreCache([LayerStore(keys[None], values[None]) for keys, values in pairs], latent=trace.latent)

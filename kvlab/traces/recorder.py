@@ -26,7 +26,8 @@ def shapes(lm: LM, plan: Recording) -> Shapes:
     """What a capture records that grows with the prompt, by name: shapes and types."""
     modules, configured = hookable.layers_of(lm.model), geometry(lm.model.config)
     heads = configured.heads
-    kv_heads = heads // getattr(modules[0], "num_key_value_groups", configured.group)
+    groups = None if hookable.is_latent(modules[0]) else getattr(modules[0], "num_key_value_groups", None)
+    kv_heads = heads // (groups or configured.group)
     head_dim = hookable.head_dim_of(lm.model, modules[0])
     entries = (len(modules), kv_heads, len(plan.ids) + plan.new_tokens, head_dim), lm.dtype
     queries = (len(modules), heads, plan.window + plan.new_tokens, head_dim), lm.dtype

@@ -62,6 +62,8 @@ class Trace:
         rotations: how each layer turns queries and keys by their positions; None of one that does it in a way unknown
             to kvlab, and for all of a trace from elsewhere.
         layout: the layers of the model, all of them; None (at first) stands for a model whose layers are all recorded.
+        latent: of latent attention, the channels of a key's rotary part. The value lies behind it; `values` repeat it
+            with zeros in front. 0 where keys and values are apart.
         meta: model, document, chat, seed and versions, as they go into a signature.
     """
 
@@ -82,6 +84,7 @@ class Trace:
     repeated: dict[str, Tensor] = field(default_factory=dict)
     rotations: tuple[Rotation | None, ...] | None = None
     layout: Layout = None  # type: ignore[reportAssignmentType]  # made from the tensors where it is not given
+    latent: int = 0
     meta: dict[str, Any] = field(default_factory=dict)
     _shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -323,6 +326,8 @@ class Trace:
             header |= {"rotations": [None if turn is None else asdict(turn) for turn in self.rotations]}
         if self.layout.mixed or not self.softmax.plain or self.projections is not None or self.repeated:
             header |= {"format": MIXED, "softcap": self.softcap, "layout": asdict(self.layout)}
+        if self.latent:
+            header |= {"latent": self.latent, "format": MIXED}
         return {"kvlab": json.dumps(header), CHECKSUM: BLANK}
 
     def save(self, path: str | Path) -> Path:
@@ -370,6 +375,7 @@ class Trace:
                 # Without one it is made from the tensors.
                 layout=layout_of(header.get("layout")),  # type: ignore[reportArgumentType]
                 rotations=rotations_of(header.get("rotations")),
+                latent=header.get("latent", 0),
                 meta=header["meta"],
                 **by_key,
                 **tensors,

@@ -34,7 +34,7 @@ def room(store: LayerStore, vectors: int, rank: int) -> int:
     """Entries that a step may read after finding them by `rank` dimensions of `vectors` keys: half the budget, less
     what finding costs beyond the other half; at least one.
     """
-    finding = -(-vectors * rank // (2 * store.head_dim))
+    finding = -(-vectors * rank * store.dtype.itemsize // store.entry_bytes)
     return max(1, min(store.budget // 2, store.budget - finding))
 
 
