@@ -9,6 +9,7 @@ model in a replay; the store does not care.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -399,8 +400,8 @@ class LayerStore:
         Raises:
             KvlabError: values alone, where they are a part of keys.
         """
-        if not keys:
-            self._check_own_values()
+        if self.latent and not keys:
+            self._refuse_apart()
         if not self.has_column(FUSIONS):
             self.add_column(FUSIONS, torch.ones(self.positions.shape, dtype=torch.float32, device=self.device))
         counts = self.fusion_counts * self.occupied
@@ -417,24 +418,30 @@ class LayerStore:
         self.fusion_counts.copy_(torch.where(total > 0, total, counts.clamp_min(1)))
 
     def rewrite_keys(self, keys: Tensor) -> None:
-        """Other keys `[rows, kv_heads, slots, head_dim]` for the same entries, held in the same form."""
+        """Other keys `[rows, kv_heads, slots, head_dim]` for the same entries, held in the same form.
+
+        Raises:
+            KvlabError: other values with them, where these are a part of keys.
+        """
+        if self.latent and not torch.equal(keys[..., self.latent :], self.values[..., self.latent :]):
+            self._refuse_apart()
         self._rewrite(keys, self._entries.plain().read(VALUES))
 
     def rewrite_values(self, values: Tensor) -> None:
         """Other values for the same entries, as `rewrite_keys`; KvlabError where they are a part of keys."""
-        self._check_own_values()
+        if self.latent:
+            self._refuse_apart()
         self._rewrite(self._entries.plain().read(KEYS), values)
 
     def _rewrite(self, keys: Tensor, values: Tensor) -> None:
         self._entries = self._held(AsIs.of(keys, values, self._entries.read(POSITIONS)), self.storage)
         self.quantise_pending()
 
-    def _check_own_values(self) -> None:
-        if self.latent:
-            raise KvlabError(
-                "this policy gives entries values of its own, and in latent attention a value is a part of its key; "
-                "take a policy that evicts entries or merges keys too"
-            )
+    def _refuse_apart(self) -> NoReturn:
+        raise KvlabError(
+            "this policy changes keys or values apart, and in latent attention a value is a part of its key; take a "
+            "policy that evicts entries or merges whole ones"
+        )
 
     def expand(self, heads: int) -> None:
         """Give every query head a set of its own, now and for what is appended; ValueError where that cannot be."""

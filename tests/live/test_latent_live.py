@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 from support.latents import OTHERS, RANK, SHAPED, WIDTH, latent
-from support.live_runs import EVERYTHING, agree, everything, generate, left_padded, prompt, small
+from support.live_runs import EVERYTHING, SMALL, WITHOUT_BUDGET, agree, everything, generate, left_padded, prompt, small
 from support.tensors import sets
 from transformers import DynamicCache
 
@@ -19,7 +19,7 @@ from kvlab.live.fidelity import closed_against_open, fidelity
 V3, ENTRY = "latent-deepseek-v3", (RANK + WIDTH) * 4
 # One of each kind: prefill alone, pseudo-tokens, all layers at once, while decoding, merging, selection, both.
 KINDS = ("snapkv", "dapq", "zigzagkv", "h2o", "zsmerge", "sparq", "rocketkv", "morphkv", "triattention", "rerotated")
-# They measure heads of the models that they come with tables for, or give entries values of their own.
+# It gives entries values of their own.
 UNFIT = ("attention_matching",)
 CASES = [(V3, name) for name in EVERYTHING if name not in UNFIT]
 CASES += [(family, name) for family in [*SHAPED, *OTHERS] for name in KINDS if family != V3]
@@ -179,12 +179,17 @@ def test_what_latents_cannot_have_is_one_sentence(tiny):
     model, ids = tiny(V3).model, prompt(60)
     with pytest.raises(KvlabError, match=r"^turbo-4/kivi-2 stores keys and values apart, .* such as 'turbo-4'$"):
         kvlab.compress(model, "full", storage="turbo-4/kivi-2")
-    trace = kvlab.capture(tiny(V3), ids, 2, pseudo=())
+    trace = kvlab.capture(tiny(V3), ids, 2, policies=[small("attention_matching"), small("think"), small("merging")])
     with pytest.raises(KvlabError, match=r"^turbo-4/kivi-2 stores keys and values apart"):
         kvlab.replay(trace, "full", storage="turbo-4/kivi-2")
-    with pytest.raises(KvlabError, match="in latent attention a value is a part of its key"):
-        with kvlab.compress(model, small("attention_matching")):
-            generate(model, ids, 3)
+    for name, more in (("attention_matching", {}), ("think", {}), ("merging", {"averaged": "values"})):
+        one = kvlab.policy(name, **(SMALL | WITHOUT_BUDGET)[name] | more)
+        why = "^this policy changes keys or values apart, and in latent attention a value is a part of its key;"
+        with pytest.raises(KvlabError, match=why):
+            with kvlab.compress(model, one):
+                generate(model, ids, 3)
+        with pytest.raises(KvlabError, match=why):
+            kvlab.replay(trace, one)
 
 
 def test_an_adapter_on_the_expansion_is_seen(tiny):
