@@ -36,6 +36,7 @@ class StoreLayer(CacheLayerMixin):
     def __init__(self, store: LayerStore, latent: int = 0):
         super().__init__()
         self.store, self.latent = store, latent
+        self.indexer_keys: Tensor | None = None
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -44,6 +45,14 @@ class StoreLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         self.store.append(*self._stored(key_states, value_states))
         return self._shown(self.store.keys, self.store.values)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Keys of a sparse indexer `[batch, length, channels]`, which lie beside the store."""
+        self.indexer_keys = self._with_indexer_keys(indexer_key_states)
+        return self.indexer_keys
+
+    def _with_indexer_keys(self, new: Tensor) -> Tensor:
+        return new if self.indexer_keys is None else torch.cat([self.indexer_keys, new], 1)
 
     def _stored(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Entries as the store holds them."""
@@ -73,7 +82,11 @@ class StoreLayer(CacheLayerMixin):
 
 
 class TransientLayer(StoreLayer):
-    """What one forward pass sees on top of a store, which stays as it is."""
+    """What one forward pass sees on top of a layer, which stays as it is."""
+
+    def __init__(self, layer: StoreLayer):
+        super().__init__(layer.store, layer.latent)
+        self.indexer_keys = layer.indexer_keys
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         keys, values = self._stored(key_states, value_states)
@@ -101,8 +114,7 @@ class StoreCache(Cache):
         """
         copied = copy.copy(self)
         copied.layers = [
-            TransientLayer(layer.store, layer.latent) if isinstance(layer, StoreLayer) else copy_layer(layer)
-            for layer in self.layers
+            TransientLayer(layer) if isinstance(layer, StoreLayer) else copy_layer(layer) for layer in self.layers
         ]
         return copied
 

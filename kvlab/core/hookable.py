@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # The last is of latent attention, whose queries may come of two projections.
 PROJECTIONS = ("q_proj", "qkv_proj", "q_b_proj")
 LATENT, EXPAND = "kv_b_proj", "expand_kv"
+INDEXED = "DynamicIndexedLayer"
 NORMS = ("q_norm", "q_layernorm")
 # Types of weights that a matrix can be read from, and how far rounding may take a projection from a linear map.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -149,7 +150,7 @@ def windows_of(model: nn.Module) -> dict[int, int]:
 def _sees(model: str, number: int, layer: Any, name: str) -> str:
     """What a layer looks at, given what transformers keeps for it and what its configuration calls it."""
     kept = type(layer).__name__  # older versions of transformers do not have all of these classes
-    if kept == "DynamicLayer":
+    if kept in ("DynamicLayer", INDEXED):
         return WHOLE
     if kept == "DynamicSlidingWindowLayer":
         return f"a {'chunk' if name.startswith('chunk') else 'window'} of {layer.sliding_window} tokens"
@@ -157,10 +158,7 @@ def _sees(model: str, number: int, layer: Any, name: str) -> str:
         return "a convolution" if name == "conv" else "a linear state"
     if kept == "DummyLayer" and name in ("moe", "mlp"):
         return "one token at a time"
-    why = {
-        "DummyLayer": "attends to the keys and values of another layer",
-        "DynamicIndexedLayer": "chooses the tokens that it attends to by a sparse indexer",
-    }.get(kept, f"keeps a {kept}")
+    why = "attends to the keys and values of another layer" if kept == "DummyLayer" else f"keeps a {kept}"
     raise KvlabError(f"layer {number} of {model} {why}, which kvlab does not model; {KNOWN}")
 
 
@@ -195,6 +193,20 @@ def expansion_of(module: nn.Module) -> Expansion:
     parts = [known.qk_nope_head_dim, known.v_head_dim]
     keys, values = weight.unflatten(0, (-1, sum(parts))).split(parts, 1)
     return Expansion(keys, values, known.qk_rope_head_dim)
+
+
+def is_indexed(model: nn.Module) -> bool:
+    """Whether a sparse indexer of the model chooses which tokens each query attends to (DSA)."""
+    return any(type(layer).__name__ == INDEXED for layer in own_layers(model))
+
+
+def check_attends_to_all(model: nn.Module) -> None:
+    """Raise KvlabError for a model whose sparse indexer chooses tokens: its keys would have to leave with entries."""
+    if is_indexed(model):
+        raise KvlabError(
+            f"{type(model).__name__} chooses the tokens that it attends to by a sparse indexer, whose own cache no "
+            "policy compresses; capture a trace and replay policies beside `trace.indexer`"
+        )
 
 
 def softmax_of(module: nn.Module) -> Softmax:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvlab.core.attention import attend, attend_and_accumulate
+from kvlab.core.attention import accumulate, attend, attend_and_accumulate, last_visible
 from kvlab.core.hookable import EXPAND, NORMS, PROJECTIONS, expansion_of, is_latent, layers_of, text_config, windows_of
 from kvlab.core.latent import Expansion, joined
 from kvlab.core.rotation import CHECKED, Rotation, agreeing, candidates
@@ -48,6 +48,7 @@ class Call:
     softcap: float | None = None  # what the logits level off at
     sinks: Tensor | None = None  # [heads], learnt logits of no key
     hidden: Tensor | None = None  # [batch, n, width], what the layer's projections were given
+    chosen: Tensor | None = None  # [1, n, k], positions that a sparse indexer of the model has chosen for each query
 
     def rotation(self, choices: Sequence[Rotation]) -> Rotation | None:
         """Which of these the layer has turned its queries by; None where it is none of them. The call holds the queries
@@ -70,9 +71,24 @@ class Call:
         return Softmax(self.scaling, self.softcap, self.sinks)
 
     def attend(self, mask: Tensor | None = None) -> Tensor:
+        if self.chosen is not None:
+            mask = self._visible() if mask is None else mask & self._visible()
         return attend(self.queries, self.keys, self.values, self.softmax, self.padding, mask)
 
+    def _visible(self) -> Tensor:
+        """Which tokens the model lets each query attend to, bool `[n, length]`."""
+        assert self.chosen is not None, "an indexer has chosen"
+        n, length = self.queries.shape[2], self.keys.shape[2]
+        picked = torch.zeros(n, length, dtype=torch.bool, device=self.keys.device)
+        # Where fewer tokens came before than it picks, it picks later ones too.
+        return picked.scatter_(1, self.chosen[0].long(), True) & last_visible(n, length, self.keys.device)
+
     def attend_and_accumulate(self) -> tuple[Tensor, Tensor]:
+        """The output, and the attention that each key gathers from all queries; from those too that do not attend to
+        it by an indexer's choice.
+        """
+        if self.chosen is not None:
+            return self.attend(), accumulate(self.queries, self.keys, self.softmax, padding=self.padding)
         return attend_and_accumulate(self.queries, self.keys, self.values, self.softmax, self.padding)
 
 
@@ -131,7 +147,9 @@ def _attention(module, query, key, value, attention_mask, scaling=None, position
         query = expansion.queries(query)
     sinks = more.get("s_aux")
     sinks = None if sinks is None else sinks.detach()
-    softcap, padding = more.get("softcap"), attention_mask
+    softcap, chosen = more.get("softcap"), more.get("indices")
+    # Masks of a model with an indexer are for that alone.
+    padding = attention_mask if chosen is None else None
     hidden = entry.inputs.pop() if entry.inputs else None
     device = query.device.type
     # Under autocast the model's own attention takes one type; kvlab stores that, and computes outside of autocast.
@@ -139,7 +157,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, position
     query, key, value = (x.to(dtype) for x in (query, key, value))
     pre = None if pre is None else pre.to(dtype)
     kept = query, pre, key, value, scaling, padding, position_ids, softcap, sinks, hidden
-    call = Call(entry.layer, entry.index, *kept)
+    call = Call(entry.layer, entry.index, *kept, chosen)
     with outside_autocast(query.device):
         out = entry.handler(call).to(dtype)
         out = out if expansion is None else expansion.outputs(out)
@@ -153,8 +171,10 @@ def _unexpanded(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
 
 def _mask(attention_mask: Tensor | None = None, **more: Any) -> Tensor | None:
     """For compressed layers which tokens are padding, `[batch, length]`; for those left alone, whose masks are told a
-    window or a chunk, what their own attention takes.
+    window or a chunk, what their own attention takes; for a model with a sparse indexer what that takes.
     """
+    if getattr(more.get("config"), "index_topk", None):
+        return MASKS["sdpa"](attention_mask=attention_mask, **more)
     own = _own_attention.get(id(more.get("config")))
     if own is not None and more.get("local_size") is not None:
         return MASKS[own](attention_mask=attention_mask, **more)

@@ -315,6 +315,11 @@ SHAPES: dict[str, Shape] = {
     ),
     "latent-deepseek-v2": _latent("deepseek_v2", "2 layers", **_EXPERTS | {"q_lora_rank": None}),
     "latent-deepseek-v3": _latent("deepseek_v3", "2 layers", **_EXPERTS),
+    "latent-deepseek-v32": _latent(
+        "deepseek_v32",
+        "2 layers, whose indexer chooses 24 tokens for each query",
+        **_EXPERTS | {"index_topk": 24, "index_n_heads": 16, "index_head_dim": 16},
+    ),
     "latent-kimi-linear": _latent(
         "kimi_linear",
         "4 layers, 1 and 3 attend to the whole past, 0 and 2 keep a linear state",

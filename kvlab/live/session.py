@@ -77,6 +77,7 @@ class Session:
         self._reports = Reports(policy, probes, shadow_bytes, storage)
         self._attending = Attending(model, policy, turns, self._reports)
         self._prefill = Prefill(model, policy, turns, encode, max_new_tokens, storage)
+        hookable.check_attends_to_all(model)
         self.modules, self.layout = hookable.layers_of(model), hookable.layout_of(model)
         if policy.needs.projection:
             hookable.required_projections(self.modules)

@@ -51,12 +51,6 @@ REFUSED = {
     ),
     "bloom": ("bloom", dict(hidden_size=32, n_layer=2, n_head=4, vocab_size=64), "BloomForCausalLM" + UNSEEN),
     "falcon": ("falcon", SMALL | dict(num_attention_heads=4), "FalconForCausalLM" + UNSEEN),
-    "deepseek_v32": (
-        "deepseek_v32",
-        LATENT | dict(q_lora_rank=8, index_n_heads=2, index_head_dim=8, index_topk=4),
-        "layer 0 of DeepseekV32ForCausalLM chooses the tokens that it attends to by a sparse indexer, which kvlab does "
-        "not model;" + KNOWN,
-    ),
     "recurrent_gemma": (
         "recurrent_gemma",
         HEADED | dict(num_hidden_layers=3, attention_window_size=16, lru_width=32),

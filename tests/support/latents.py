@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvlab.inputs import models, shapes
 
-SHAPED = [name for name in shapes.SHAPES if name.startswith("latent-")]
+INDEXED = "latent-deepseek-v32"
+SHAPED = [name for name in shapes.SHAPES if name.startswith("latent-") and name != INDEXED]
 RANK, WIDTH, HEADS = 24, 8, 4
 _BASE = shapes.SHAPES["latent-deepseek-v3"].arguments
 _PLAIN = {
@@ -46,10 +47,12 @@ OTHERS = {
     ),
 }
 
+_GLM = ("glm_moe_dsa", shapes.SHAPES[INDEXED].arguments)
+
 
 @functools.cache
 def _other(family: str) -> models.LM:
-    kind, arguments = OTHERS[family]
+    kind, arguments = (OTHERS | {"glm-moe-dsa": _GLM})[family]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **arguments)).float().eval()
     return models.LM(model, None, family, "1" * 64)
@@ -58,3 +61,8 @@ def _other(family: str) -> models.LM:
 def latent(tiny, family: str) -> models.LM:
     """A model by its name in `SHAPED` or `OTHERS`."""
     return tiny(family) if family in SHAPED else _other(family)
+
+
+def indexed(tiny, family: str) -> models.LM:
+    """A model whose sparse indexer chooses 24 tokens for each query: DeepSeek-V3.2's, or `glm-moe-dsa`."""
+    return tiny(INDEXED) if family == INDEXED else _other(family)
