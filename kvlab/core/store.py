@@ -279,7 +279,12 @@ class LayerStore:
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry's key and value as the model makes them."""
-        return (1 if self.latent else 2) * self.head_dim * self.dtype.itemsize
+        return self.vectors * self.head_dim * self.dtype.itemsize
+
+    @property
+    def vectors(self) -> int:
+        """How many vectors of a head's size an entry is: a key and a value, or a key that holds its value."""
+        return 1 if self.latent else 2
 
     def bytes_of(self, slots: Tensor | None) -> int:
         """What reading the slots `[rows, kv_heads, n]` loads, -1 for none; everything that is stored for None."""

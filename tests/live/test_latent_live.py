@@ -80,6 +80,17 @@ def test_a_latent_is_stored_and_counted_once(tiny, family):
     assert layer.keys.shape == (1, 1, 18, RANK) and layer.values.shape == (1, 1, 18, WIDTH)
 
 
+@pytest.mark.parametrize("name", ["quest", "sparq", "hybrid", "rocketkv", "exact_topk"])
+def test_a_selection_reads_no_more_than_its_budget_of_latents(tiny, name):
+    """With what finding loads: vectors of keys alone, which are all of a latent entry and half of any other."""
+    one = small(name)
+    trace = kvlab.capture(tiny(V3), prompt(60), 6, policies=[one])
+    result = kvlab.replay(trace, one)
+    allowed = 2 * one.budget * ENTRY
+    # One entry is always read, whatever finding it costs.
+    assert allowed / 4 <= float(result.read_bytes.min()) <= float(result.read_bytes.max()) <= allowed + 2 * ENTRY
+
+
 @pytest.mark.parametrize("family", SHAPED)
 def test_layers_left_alone_hold_what_transformers_own_cache_holds(tiny, family):
     lm, ids = latent(tiny, family), prompt(40)
