@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from kvlab.inputs import models, shapes
 
 INDEXED = "latent-deepseek-v32"
-SHAPED = [name for name in shapes.SHAPES if name.startswith("latent-") and name != INDEXED]
+# Kimi-Linear came to transformers after the oldest version that kvlab takes.
+SHAPED = [
+    name
+    for name, shape in shapes.SHAPES.items()
+    if name.startswith("latent-") and name != INDEXED and shape.model_type in CONFIG_MAPPING
+]
 RANK, WIDTH, HEADS = 24, 8, 4
 _BASE = shapes.SHAPES["latent-deepseek-v3"].arguments
 _PLAIN = {
