@@ -22,6 +22,7 @@ from kvlab.attribution.path import Response
 from kvlab.attribution.results import Attribution, Found
 from kvlab.attribution.stored import StoredEntries
 from kvlab.core import adapter, hookable, ranking
+from kvlab.core.latent import parted
 from kvlab.core.storage import AS_IS, Storage, stored_as
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import lm_of
@@ -243,10 +244,10 @@ def _greedy(
     lm: LM, entries: list[tuple[Tensor, Tensor]], others: dict[int, Any], logits: Tensor, tokens: int
 ) -> Tensor:
     """The full cache's greedy response `[tokens]`."""
-    mine = []
+    mine, latent = [], hookable.latent_of(hookable.layers_of(lm.model)[0])
     for keys, values in entries:
         layer = DynamicLayer()
-        layer.update(keys[None], values[None])
+        layer.update(*(x[None] for x in (parted(keys, latent) if latent else (keys, values))))
         mine.append(layer)
     cache = DynamicCache()
     cache.layers = adapter.arrange_layers(lm.model, hookable.layout_of(lm.model), mine)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvlab.core.hookable import layout_of, own_layers
+from kvlab.core.hookable import latent_of, layers_of, layout_of, own_layers
+from kvlab.core.latent import joined, parted
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 
@@ -23,22 +24,43 @@ STATES = ("conv_states", "recurrent_states")
 
 
 class StoreLayer(CacheLayerMixin):
-    """One layer of `StoreCache`: transformers appends, kvlab's store keeps."""
+    """One layer of `StoreCache`: transformers appends, kvlab's store keeps.
+
+    Args:
+        latent: as in `LayerStore`: what transformers appends and reads are latents and rotary parts.
+    """
 
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, store: LayerStore):
+    def __init__(self, store: LayerStore, latent: int = 0):
         super().__init__()
-        self.store = store
+        self.store, self.latent = store, latent
+        self.indexer_keys: Tensor | None = None
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise KvlabError("a kvlab cache is made with its storage")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        self.store.append(key_states, value_states)
-        return self.store.keys, self.store.values
+        self.store.append(*self._stored(key_states, value_states))
+        return self._shown(self.store.keys, self.store.values)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Keys of a sparse indexer `[batch, length, channels]`, which lie beside the store."""
+        self.indexer_keys = self._with_indexer_keys(indexer_key_states)
+        return self.indexer_keys
+
+    def _with_indexer_keys(self, new: Tensor) -> Tensor:
+        return new if self.indexer_keys is None else torch.cat([self.indexer_keys, new], 1)
+
+    def _stored(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Entries as the store holds them."""
+        return joined(key_states, value_states) if self.latent else (key_states, value_states)
+
+    def _shown(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Entries as transformers has them."""
+        return parted(keys, self.latent) if self.latent else (keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.store.length + query_length, 0
@@ -60,10 +82,15 @@ class StoreLayer(CacheLayerMixin):
 
 
 class TransientLayer(StoreLayer):
-    """What one forward pass sees on top of a store, which stays as it is."""
+    """What one forward pass sees on top of a layer, which stays as it is."""
+
+    def __init__(self, layer: StoreLayer):
+        super().__init__(layer.store, layer.latent)
+        self.indexer_keys = layer.indexer_keys
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        return torch.cat([self.store.keys, key_states], 2), torch.cat([self.store.values, value_states], 2)
+        keys, values = self._stored(key_states, value_states)
+        return self._shown(torch.cat([self.store.keys, keys], 2), torch.cat([self.store.values, values], 2))
 
 
 class StoreCache(Cache):
@@ -72,11 +99,13 @@ class StoreCache(Cache):
     Args:
         stores: of the compressed layers.
         model: whose other layers keep their own cache; None where all are compressed.
+        latent: of latent attention, as in `LayerStore`; found in the model where one is given.
     """
 
-    def __init__(self, stores: list[LayerStore], model: nn.Module | None = None):
+    def __init__(self, stores: list[LayerStore], model: nn.Module | None = None, latent: int = 0):
         self.stores = stores
-        compressed: list[Any] = [StoreLayer(store) for store in stores]
+        latent = latent if model is None else latent_of(layers_of(model)[0])
+        compressed: list[Any] = [StoreLayer(store, latent) for store in stores]
         super().__init__(layers=compressed if model is None else arrange_layers(model, layout_of(model), compressed))
 
     def transient(self) -> StoreCache:
@@ -85,7 +114,7 @@ class StoreCache(Cache):
         """
         copied = copy.copy(self)
         copied.layers = [
-            TransientLayer(layer.store) if isinstance(layer, StoreLayer) else copy_layer(layer) for layer in self.layers
+            TransientLayer(layer) if isinstance(layer, StoreLayer) else copy_layer(layer) for layer in self.layers
         ]
         return copied
 

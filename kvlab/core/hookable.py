@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvlab.core.geometry import geometry
+from kvlab.core.latent import Expansion
 from kvlab.core.layout import WHOLE, Layout
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
@@ -17,7 +18,10 @@ from kvlab.lib.devices import outside_autocast
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-PROJECTIONS = ("q_proj", "qkv_proj")
+# The last is of latent attention, whose queries may come of two projections.
+PROJECTIONS = ("q_proj", "qkv_proj", "q_b_proj")
+LATENT, EXPAND = "kv_b_proj", "expand_kv"
+INDEXED = "DynamicIndexedLayer"
 NORMS = ("q_norm", "q_layernorm")
 # Types of weights that a matrix can be read from, and how far rounding may take a projection from a linear map.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -25,7 +29,7 @@ LINEAR = 0.02
 OUTPUTS = ("o_proj", "out_proj", "dense", "wo")
 KNOWN = (
     "kvlab hooks attention that goes through transformers' attention interface and has a q_proj or a qkv_proj, as "
-    "in Llama, Mistral, Qwen, Phi-3 and Gemma"
+    "in Llama, Mistral, Qwen, Phi-3 and Gemma, and latent attention as in DeepSeek-V3"
 )
 
 
@@ -41,18 +45,14 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     These are the layers that attend to the whole past, and all of a model whose layers all see a window.
 
     Raises:
-        KvlabError: where such a layer cannot be hooked (no attention, latent attention, no attention interface, no
-            query projection), naming what is in the way, or where there is no such layer; nothing has run by then.
+        KvlabError: where such a layer cannot be hooked (no attention, no attention interface, no query projection,
+            latent attention of another form), naming what is in the way, or where there is no such layer; nothing has
+            run by then.
     """
     config = text_config(model)
     kind = type(model).__name__
     if not getattr(config, "num_attention_heads", None):
         raise KvlabError(f"{kind} has no attention, and so no KV cache to look into or to compress; {KNOWN}")
-    if getattr(config, "kv_lora_rank", None):
-        raise KvlabError(
-            f"{kind} has latent attention (keys and values are made from one compressed vector for each "
-            f"token), which kvlab does not model; {KNOWN}"
-        )
     can_set = getattr(type(model), "_can_set_attn_implementation", lambda: False)
     if not can_set():
         raise KvlabError(
@@ -68,6 +68,11 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     if sorted(found) == list(expected):
         modules = [found[layer] for layer in expected]
         _check_alike(kind, modules)
+        if getattr(config, "kv_lora_rank", None) and not all(map(is_latent, modules)):
+            raise KvlabError(
+                f"{kind} has latent attention (keys and values are made from one compressed vector for each token) "
+                f"whose cache does not hold these vectors, which kvlab does not model; {KNOWN}"
+            )
         return modules
     strange = next((module for layer, module in sorted(others.items()) if layer not in found), None)
     instead = f" (layer {strange.layer_idx} is a {type(strange).__name__} with {_parts(strange)})" if strange else ""
@@ -145,7 +150,7 @@ def windows_of(model: nn.Module) -> dict[int, int]:
 def _sees(model: str, number: int, layer: Any, name: str) -> str:
     """What a layer looks at, given what transformers keeps for it and what its configuration calls it."""
     kept = type(layer).__name__  # older versions of transformers do not have all of these classes
-    if kept == "DynamicLayer":
+    if kept in ("DynamicLayer", INDEXED):
         return WHOLE
     if kept == "DynamicSlidingWindowLayer":
         return f"a {'chunk' if name.startswith('chunk') else 'window'} of {layer.sliding_window} tokens"
@@ -158,8 +163,50 @@ def _sees(model: str, number: int, layer: Any, name: str) -> str:
 
 
 def head_dim_of(model: nn.Module, module: nn.Module) -> int:
-    """The head size of an attention module of a model."""
-    return getattr(module, "head_dim", None) or geometry(cast(Any, model).config).head_dim
+    """The head size of an attention module of a model; of latent attention, channels of what is stored of a token."""
+    own = None if is_latent(module) else getattr(module, "head_dim", None)
+    return own or geometry(cast(Any, model).config).head_dim
+
+
+def is_latent(module: nn.Module) -> bool:
+    """Whether an attention module stores latent vectors, of which it makes keys and values whenever it attends."""
+    return isinstance(getattr(module, LATENT, None), nn.Module) and callable(getattr(module, EXPAND, None))
+
+
+def latent_of(module: nn.Module) -> int:
+    """Channels of a latent module's rotary part; 0 of any other attention."""
+    return int(cast(Any, module).qk_rope_head_dim) if is_latent(module) else 0
+
+
+def expansion_of(module: nn.Module) -> Expansion:
+    """How a latent module makes keys and values.
+
+    Raises:
+        KvlabError: the projection that does it is no linear map.
+    """
+    known = cast(Any, module)
+    projection = known.kv_b_proj
+    weight = _plain(projection)
+    weight = _effective(module, projection) if weight is None else weight
+    if weight is None:
+        raise KvlabError("the projection that makes keys and values of latent vectors is no linear map here")
+    parts = [known.qk_nope_head_dim, known.v_head_dim]
+    keys, values = weight.unflatten(0, (-1, sum(parts))).split(parts, 1)
+    return Expansion(keys, values, known.qk_rope_head_dim)
+
+
+def is_indexed(model: nn.Module) -> bool:
+    """Whether a sparse indexer of the model chooses which tokens each query attends to (DSA)."""
+    return any(type(layer).__name__ == INDEXED for layer in own_layers(model))
+
+
+def check_attends_to_all(model: nn.Module) -> None:
+    """Raise KvlabError for a model whose sparse indexer chooses tokens: its keys would have to leave with entries."""
+    if is_indexed(model):
+        raise KvlabError(
+            f"{type(model).__name__} chooses the tokens that it attends to by a sparse indexer, whose own cache no "
+            "policy compresses; capture a trace and replay policies beside `trace.indexer`"
+        )
 
 
 def softmax_of(module: nn.Module) -> Softmax:
@@ -176,14 +223,17 @@ def softmax_of(module: nn.Module) -> Softmax:
 def projections_of(modules: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
     """The output projections of attention modules, `[hidden, heads x head_dim]` each: the model's own weights, without
     their biases, which no token changes; None where one is more than a matrix in memory (an adapter, quantised or
-    offloaded weights).
+    offloaded weights), or where it follows on the values' expansion of latent attention.
     """
+    if any(map(is_latent, modules)):
+        return None
     found = [None if (output := _output_of(module)) is None else _plain(output) for module in modules]
     return None if any(weight is None for weight in found) else cast("tuple[Tensor, ...]", tuple(found))
 
 
 def required_projections(modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """The same, with what an adapter or a quantisation makes of it: what each projection does to a token.
+    """The same, with what an adapter, a quantisation or latent attention makes of it: what each projection does to a
+    token.
 
     Raises:
         KvlabError: where one is no linear map.
@@ -199,7 +249,7 @@ def required_projections(modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
                 "a policy looks at values as the layers' output projections change them, and one of these is no "
                 "linear map here (quantised activations?); take a policy that does not"
             )
-        found.append(weight)
+        found.append(expansion_of(module).projection(weight) if is_latent(module) else weight)
     return tuple(found)
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvlab.core.attention import attend, attend_and_accumulate
-from kvlab.core.hookable import NORMS, PROJECTIONS, layers_of, text_config, windows_of
+from kvlab.core.attention import accumulate, attend, attend_and_accumulate, last_visible
+from kvlab.core.hookable import EXPAND, NORMS, PROJECTIONS, expansion_of, is_latent, layers_of, text_config, windows_of
+from kvlab.core.latent import Expansion, joined
 from kvlab.core.rotation import CHECKED, Rotation, agreeing, candidates
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
@@ -47,6 +48,7 @@ class Call:
     softcap: float | None = None  # what the logits level off at
     sinks: Tensor | None = None  # [heads], learnt logits of no key
     hidden: Tensor | None = None  # [batch, n, width], what the layer's projections were given
+    chosen: Tensor | None = None  # [1, n, k], positions that a sparse indexer of the model has chosen for each query
 
     def rotation(self, choices: Sequence[Rotation]) -> Rotation | None:
         """Which of these the layer has turned its queries by; None where it is none of them. The call holds the queries
@@ -69,9 +71,24 @@ class Call:
         return Softmax(self.scaling, self.softcap, self.sinks)
 
     def attend(self, mask: Tensor | None = None) -> Tensor:
+        if self.chosen is not None:
+            mask = self._visible() if mask is None else mask & self._visible()
         return attend(self.queries, self.keys, self.values, self.softmax, self.padding, mask)
 
+    def _visible(self) -> Tensor:
+        """Which tokens the model lets each query attend to, bool `[n, length]`."""
+        assert self.chosen is not None, "an indexer has chosen"
+        n, length = self.queries.shape[2], self.keys.shape[2]
+        picked = torch.zeros(n, length, dtype=torch.bool, device=self.keys.device)
+        # Where fewer tokens came before than it picks, it picks later ones too.
+        return picked.scatter_(1, self.chosen[0].long(), True) & last_visible(n, length, self.keys.device)
+
     def attend_and_accumulate(self) -> tuple[Tensor, Tensor]:
+        """The output, and the attention that each key gathers from all queries; from those too that do not attend to
+        it by an indexer's choice.
+        """
+        if self.chosen is not None:
+            return self.attend(), accumulate(self.queries, self.keys, self.softmax, padding=self.padding)
         return attend_and_accumulate(self.queries, self.keys, self.values, self.softmax, self.padding)
 
 
@@ -98,6 +115,7 @@ class _Hooked:
     layer: int
     index: int
     handler: Handler
+    expansion: Expansion | None  # of latent attention
     projected: list[Tensor] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
 
@@ -121,9 +139,17 @@ def _attention(module, query, key, value, attention_mask, scaling=None, position
         )
     pre = _as_heads(entry.projected.pop(), query) if entry.projected else None
     scaling = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    expansion = entry.expansion
+    if expansion is not None:
+        # The module's own expansion stands aside, so that these are latents and rotary parts.
+        key, value = joined(key, value)
+        pre = None if pre is None else expansion.before(pre, query)
+        query = expansion.queries(query)
     sinks = more.get("s_aux")
     sinks = None if sinks is None else sinks.detach()
-    softcap, padding = more.get("softcap"), attention_mask
+    softcap, chosen = more.get("softcap"), more.get("indices")
+    # Masks of a model with an indexer are for that alone.
+    padding = attention_mask if chosen is None else None
     hidden = entry.inputs.pop() if entry.inputs else None
     device = query.device.type
     # Under autocast the model's own attention takes one type; kvlab stores that, and computes outside of autocast.
@@ -131,15 +157,24 @@ def _attention(module, query, key, value, attention_mask, scaling=None, position
     query, key, value = (x.to(dtype) for x in (query, key, value))
     pre = None if pre is None else pre.to(dtype)
     kept = query, pre, key, value, scaling, padding, position_ids, softcap, sinks, hidden
-    call = Call(entry.layer, entry.index, *kept)
+    call = Call(entry.layer, entry.index, *kept, chosen)
     with outside_autocast(query.device):
-        return entry.handler(call).to(dtype).transpose(1, 2).contiguous(), None
+        out = entry.handler(call).to(dtype)
+        out = out if expansion is None else expansion.outputs(out)
+        return out.transpose(1, 2).contiguous(), None
+
+
+def _unexpanded(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    """What a latent module hands to the attention interface in place of its heads' keys and values."""
+    return latents, rotary
 
 
 def _mask(attention_mask: Tensor | None = None, **more: Any) -> Tensor | None:
     """For compressed layers which tokens are padding, `[batch, length]`; for those left alone, whose masks are told a
-    window or a chunk, what their own attention takes.
+    window or a chunk, what their own attention takes; for a model with a sparse indexer what that takes.
     """
+    if getattr(more.get("config"), "index_topk", None):
+        return MASKS["sdpa"](attention_mask=attention_mask, **more)
     own = _own_attention.get(id(more.get("config")))
     if own is not None and more.get("local_size") is not None:
         return MASKS[own](attention_mask=attention_mask, **more)
@@ -200,9 +235,13 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True, hidden: bo
     settings = {key: dict(vars(config)) for key, config in made.items()}
     try:
         for index, module in enumerate(modules):
-            entry = _hooked[module] = _Hooked(_number(module), index, handler)
+            expansion = expansion_of(module) if is_latent(module) else None
+            entry = _hooked[module] = _Hooked(_number(module), index, handler, expansion)
+            if expansion is not None:
+                vars(module)[EXPAND] = _unexpanded
             if hidden:
-                first = next(getattr(module, n) for n in PROJECTIONS if isinstance(getattr(module, n, None), nn.Module))
+                names = PROJECTIONS if expansion is None else ("kv_a_proj_with_mqa",)
+                first = next(getattr(module, n) for n in names if isinstance(getattr(module, n, None), nn.Module))
                 handles.append(first.register_forward_hook(lambda _m, x, _o, entry=entry: entry.inputs.append(x[0])))
             if not pre_rope:
                 continue
@@ -226,6 +265,7 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True, hidden: bo
         for handle in handles:
             handle.remove()
         for module in modules:
+            vars(module).pop(EXPAND, None)
             _hooked.pop(module, None)
 
 

@@ -63,6 +63,14 @@ class Storage:
         """A policy with the storage of what it keeps, as signatures name both; the plain one goes without saying."""
         return policy if self.exact else f"{policy}+{self.name}"
 
+    def check_latent(self) -> None:
+        """Raise KvlabError where entries of latent attention cannot have it."""
+        if self.halves:
+            raise KvlabError(
+                f"{self.name} stores keys and values apart, and in latent attention a value is a part of its key; give "
+                f"one storage, such as {self.halves[0].name!r}"
+            )
+
     def check(self, head_dim: int, device: torch.device) -> None:
         """Raise KvlabError where heads of this size, or this device, cannot have it."""
         for half in self.halves:

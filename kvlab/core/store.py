@@ -9,14 +9,17 @@ model in a replay; the store does not care.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from kvlab.core.dense_slots import DenseSlots, RecordedSlots
 from kvlab.core.entries import AsIs, Entries, Run
+from kvlab.core.latent_entries import LatentEntries
 from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, check_dropped, check_kept, pick
 from kvlab.core.storage import AS_IS, Storage
+from kvlab.errors import KvlabError
 from kvlab.lib.renamed import Renamed
 
 __all__ = ["EMPTY", "LayerStore", "pick"]
@@ -31,6 +34,8 @@ class LayerStore:
         keys, values: `[rows, kv_heads, length, head_dim]`. They are borrowed: read in place and never written to; the
             first change makes the store's own copy.
         positions: `[rows, kv_heads, length]` int64 original positions; 0 .. length-1 unless given.
+        latent: of latent attention, the channels of a key's rotary part; the rest of the key is the value, held once.
+            0 where keys and values are apart.
 
     Attributes:
         columns: named per-slot tensors `[rows, kv_heads, slots, ...]` that a policy keeps beside the entries (scores,
@@ -50,11 +55,12 @@ class LayerStore:
     calm = Renamed("steps_until_quantised")
     taken = Renamed("gather")
 
-    def __init__(self, keys: Tensor, values: Tensor, positions: Tensor | None = None):
+    def __init__(self, keys: Tensor, values: Tensor, positions: Tensor | None = None, latent: int = 0):
         rows, kv_heads, length, _ = keys.shape
         if positions is None:
             positions = torch.arange(length, device=keys.device).expand(rows, kv_heads, length)
-        self._entries: Entries = AsIs.of(keys, values, positions)
+        self.latent = latent
+        self._entries: Entries = self._held(AsIs.of(keys, values, positions), AS_IS)
         # Columns, and fusion counts once something is merged. They are as long as the fullest head, and blank where a
         # head has no entry: what a policy writes into them must not be a copy.
         self._aux: DenseSlots | None = None
@@ -77,11 +83,13 @@ class LayerStore:
         return store
 
     @classmethod
-    def recorded(cls, keys: Tensor, values: Tensor, length: int) -> LayerStore:
+    def recorded(cls, keys: Tensor, values: Tensor, length: int, latent: int = 0) -> LayerStore:
         """The first `length` entries of a recording, which are borrowed; what is appended must be its next entries."""
-        store = cls(keys[:, :, :length], values[:, :, :length])
+        values = values[..., :0] if latent else values
+        store = cls(keys[:, :, :length], values[:, :, :length], latent=latent)
         positions = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
-        store._entries = AsIs(RecordedSlots({KEYS: keys, VALUES: values, POSITIONS: positions}, length))
+        recorded = AsIs(RecordedSlots({KEYS: keys, VALUES: values, POSITIONS: positions}, length))
+        store._entries = store._held(recorded, AS_IS)
         return store
 
     # ------------------------------------------------------------------ the policy's budget
@@ -104,11 +112,21 @@ class LayerStore:
     # ------------------------------------------------------------------ in what form entries are held
 
     def set_storage(self, storage: Storage) -> None:
-        """Hold keys and values in this form, what is there and what will come; what is in it is not rounded again."""
+        """Hold keys and values in this form, what is there and what will come; what is in it is not rounded again.
+
+        Raises:
+            KvlabError: keys and values in two forms, where values are a part of keys.
+        """
         if storage != self.storage:
-            self._entries, self.storage = storage.convert(self._entries.plain()), storage
+            self._entries, self.storage = self._held(self._entries.plain(), storage), storage
             self.rounded = self.rounded or not storage.exact
         self.quantise_pending()
+
+    def _held(self, entries: AsIs, storage: Storage) -> Entries:
+        if not self.latent:
+            return storage.convert(entries)
+        storage.check_latent()
+        return LatentEntries(entries, self.latent, storage.convert)
 
     def quantise_pending(self) -> None:
         """Round what the storage holds in full precision only as long as it is among the newest."""
@@ -225,7 +243,7 @@ class LayerStore:
 
     def part(self, rows: Tensor, start: int) -> LayerStore:
         """A store of its own of some sequences from slot `start` on, with their columns; their positions begin at 0."""
-        store = LayerStore(self.keys[rows, :, start:], self.values[rows, :, start:])
+        store = LayerStore(self.keys[rows, :, start:], self.values[rows, :, start:], latent=self.latent)
         store.layers = self.layers[:1] * len(rows)
         for name in self._columns:
             store.add_column(name, self.column(name)[rows, :, start:])
@@ -261,7 +279,12 @@ class LayerStore:
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry's key and value as the model makes them."""
-        return 2 * self.head_dim * self.dtype.itemsize
+        return self.vectors * self.head_dim * self.dtype.itemsize
+
+    @property
+    def vectors(self) -> int:
+        """How many vectors of a head's size an entry is: a key and a value, or a key that holds its value."""
+        return 1 if self.latent else 2
 
     def bytes_of(self, slots: Tensor | None) -> int:
         """What reading the slots `[rows, kv_heads, n]` loads, -1 for none; everything that is stored for None."""
@@ -378,7 +401,12 @@ class LayerStore:
 
         A target becomes what `merge` would make of it. Without `keys` its key stays, and the values alone are averaged.
         Evicting the sources is the caller's.
+
+        Raises:
+            KvlabError: values alone, where they are a part of keys.
         """
+        if self.latent and not keys:
+            self._refuse_apart()
         if not self.has_column(FUSIONS):
             self.add_column(FUSIONS, torch.ones(self.positions.shape, dtype=torch.float32, device=self.device))
         counts = self.fusion_counts * self.occupied
@@ -395,16 +423,30 @@ class LayerStore:
         self.fusion_counts.copy_(torch.where(total > 0, total, counts.clamp_min(1)))
 
     def rewrite_keys(self, keys: Tensor) -> None:
-        """Other keys `[rows, kv_heads, slots, head_dim]` for the same entries, held in the same form."""
+        """Other keys `[rows, kv_heads, slots, head_dim]` for the same entries, held in the same form.
+
+        Raises:
+            KvlabError: other values with them, where these are a part of keys.
+        """
+        if self.latent and not torch.equal(keys[..., self.latent :], self.values[..., self.latent :]):
+            self._refuse_apart()
         self._rewrite(keys, self._entries.plain().read(VALUES))
 
     def rewrite_values(self, values: Tensor) -> None:
-        """Other values for the same entries, as `rewrite_keys`."""
+        """Other values for the same entries, as `rewrite_keys`; KvlabError where they are a part of keys."""
+        if self.latent:
+            self._refuse_apart()
         self._rewrite(self._entries.plain().read(KEYS), values)
 
     def _rewrite(self, keys: Tensor, values: Tensor) -> None:
-        self._entries = self.storage.convert(AsIs.of(keys, values, self._entries.read(POSITIONS)))
+        self._entries = self._held(AsIs.of(keys, values, self._entries.read(POSITIONS)), self.storage)
         self.quantise_pending()
+
+    def _refuse_apart(self) -> NoReturn:
+        raise KvlabError(
+            "this policy changes keys or values apart, and in latent attention a value is a part of its key; take a "
+            "policy that evicts entries or merges whole ones"
+        )
 
     def expand(self, heads: int) -> None:
         """Give every query head a set of its own, now and for what is appended; ValueError where that cannot be."""

@@ -68,8 +68,7 @@ def _tiny(model_type: str, summary: str, kv_heads: int, **more: object) -> Shape
         context=2048,
         theta=1e4,
         initializer_range=0.2,
-        head_dim=16,
-        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | more,
+        **{"head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | more,
     )
 
 
@@ -77,6 +76,35 @@ def _hybrid(model_type: str, summary: str, layer_types: list[str], **more: objec
     """A tiny model whose layers look at different things."""
     return _tiny(model_type, summary, 2, **{"num_hidden_layers": len(layer_types), "layer_types": layer_types, **more})
 
+
+def _latent(model_type: str, summary: str, **more: object) -> Shape:
+    """A tiny model with latent attention: 24 numbers and a rotary part of 8 for each token and layer."""
+    return _tiny(
+        model_type,
+        f"{summary}, 4 heads over a latent of 24 and a rotary part of 8: for tests",
+        4,
+        **{
+            "kv_lora_rank": 24,
+            "q_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+            "head_dim": 8,
+            **more,
+        },
+    )
+
+
+# One dense layer, then experts.
+_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+}
 
 SHAPES: dict[str, Shape] = {
     "llama-3.1-8b": _published(
@@ -284,6 +312,27 @@ SHAPES: dict[str, Shape] = {
         "4 layers, 1 and 3 attend to the whole past, 0 and 2 are convolutions over 3 tokens: for tests",
         ["conv", WHOLE] * 2,
         conv_L_cache=3,
+    ),
+    "latent-deepseek-v2": _latent("deepseek_v2", "2 layers", **_EXPERTS | {"q_lora_rank": None}),
+    "latent-deepseek-v3": _latent("deepseek_v3", "2 layers", **_EXPERTS),
+    "latent-deepseek-v32": _latent(
+        "deepseek_v32",
+        "2 layers, whose indexer chooses 24 tokens for each query",
+        **_EXPERTS | {"index_topk": 24, "index_n_heads": 16, "index_head_dim": 16},
+    ),
+    "latent-kimi-linear": _latent(
+        "kimi_linear",
+        "4 layers, 1 and 3 attend to the whole past, 0 and 2 keep a linear state",
+        **{
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", WHOLE] * 2,
+            "q_lora_rank": None,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "linear_num_heads": 2,
+            "linear_head_dim": 8,
+        },
     ),
 }
 

@@ -47,7 +47,7 @@ class Shadow:
         """
         # A copy even on a CPU: the store may evict in place, and what it frees shall be free.
         copies = (tensor.to("cpu", copy=True) for tensor in (store.keys, store.values))
-        return cls(LayerStore(*copies), shares, limit)
+        return cls(LayerStore(*copies, latent=store.latent), shares, limit)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         self.store.append(keys.cpu(), values.cpu())

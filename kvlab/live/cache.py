@@ -98,7 +98,9 @@ class LiveCache(DynamicCache):
         self.repeated: Repeated = {}  # shared by branches
         self.memory: Memory | None = None  # of the prompt, where branches share one
         self.likelihood = Likelihood()
-        self.compressed = [LiveLayer(self, hookable.softmax_of(module)) for module in session.modules]
+        self.compressed = [
+            LiveLayer(self, hookable.softmax_of(module), hookable.latent_of(module)) for module in session.modules
+        ]
         Cache.__init__(self, layers=adapter.arrange_layers(session.model, session.layout, self.compressed))
 
     @classmethod
@@ -118,7 +120,7 @@ class LiveCache(DynamicCache):
         for number in session.layout.others if layers else ():
             cache.layers[number] = layers[number]
         for index, (live, entry) in enumerate(zip(cache.compressed, entries, strict=False)):
-            live.begin(*entry, index)
+            live.begin(*live.stored(*entry), index)
         return cache
 
     def belong(self, session: Host) -> None:
@@ -170,7 +172,7 @@ class LiveCache(DynamicCache):
             new.softmax, new.rotation = old.softmax, old.rotation
             new.observed, new.before_rope = old.observed.copy(), old.before_rope.copy()
             for group in old.groups:
-                store = LayerStore(group.store.keys, group.store.values)
+                store = LayerStore(group.store.keys, group.store.values, latent=group.store.latent)
                 store.layers = group.store.layers
                 for name in columns:
                     store.add_column(name, group.store.column(name))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from kvlab.core.latent import joined, parted
 from kvlab.core.rotation import Rotation
 from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
@@ -48,6 +49,7 @@ class LiveLayer(DynamicLayer):
 
     Attributes:
         softmax: what the model makes of the layer's products.
+        latent: as in `LayerStore`; what transformers appends and reads are then latents and rotary parts.
         observed: the last queries.
         before_rope: those of the whole prompt before RoPE, until it has ended, where the policy asks for them.
         rotation: how the layer turns queries and keys, where the policy asks; None of a way unknown to kvlab.
@@ -56,11 +58,11 @@ class LiveLayer(DynamicLayer):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: Holder, softmax: Softmax):
+    def __init__(self, cache: Holder, softmax: Softmax, latent: int = 0):
         # Not transformers' own, which would set the keys and values that a store has.
         self.is_initialized = True
         self.belong(cache)
-        self.softmax = softmax
+        self.softmax, self.latent = softmax, latent
         self.groups: list[Group] = []
         self.observed, self.before_rope = Observed(), Observed()
         self.rotation: Rotation | None = None
@@ -81,28 +83,37 @@ class LiveLayer(DynamicLayer):
 
     def begin(self, keys: Tensor, values: Tensor, index: int) -> LayerStore:
         """Store the beginning of a prompt; `index` is where the layer stands among the compressed ones."""
-        store = LayerStore(keys, values)
+        store = LayerStore(keys, values, latent=self.latent)
         store.layers = (index,) * len(keys)
         self.groups = [Group(None, store)]
         return store
+
+    def stored(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """What transformers has of entries, as a store holds them."""
+        return joined(key_states, value_states) if self.latent else (key_states, value_states)
+
+    def _shown(self, store: LayerStore) -> tuple[Tensor, Tensor]:
+        """What a store holds, as transformers has it."""
+        return parted(store.keys, self.latent) if self.latent else (store.keys, store.values)
 
     # ------------------------------------------------------------------ what transformers' layers tell
 
     @property
     def keys(self) -> Tensor | None:
         """`[batch, kv_heads, slots, head_dim]` as they are stored now, zeros where a head has fewer; None before any.
+        Of latent attention these are the latents, and `values` the rotary parts, as in transformers.
 
         Raises:
             KvlabError: sequences of several lengths, which no one tensor holds.
         """
         store = self._store
-        return None if store is None else store.keys
+        return None if store is None else self._shown(store)[0]
 
     @property
     def values(self) -> Tensor | None:
         """As `keys`."""
         store = self._store
-        return None if store is None else store.values
+        return None if store is None else self._shown(store)[1]
 
     @property
     def _store(self) -> LayerStore | None:
@@ -149,16 +160,17 @@ class LiveLayer(DynamicLayer):
             return key_states, value_states
         store = self._outside()
         # What was stored in inference mode is nothing that autograd may save.
-        past = store.keys.clone(), store.values.clone()
+        past = [x.clone() for x in self._shown(store)]
         with torch.inference_mode():
-            store.append(key_states, value_states)
+            store.append(*self.stored(key_states, value_states))
             store.quantise_pending()
         self.groups[0].shadow = None
         self.forget()
         if self is cache.compressed[-1]:
             cache.note_outside(key_states.shape[2])
         if store.rounded:
-            return store.keys.clone(), store.values.clone()
+            keys, values = self._shown(store)
+            return keys.clone(), values.clone()
         return torch.cat([past[0], key_states], 2), torch.cat([past[1], value_states], 2)
 
     def offload(self) -> None:

@@ -77,9 +77,12 @@ class Session:
         self._reports = Reports(policy, probes, shadow_bytes, storage)
         self._attending = Attending(model, policy, turns, self._reports)
         self._prefill = Prefill(model, policy, turns, encode, max_new_tokens, storage)
+        hookable.check_attends_to_all(model)
         self.modules, self.layout = hookable.layers_of(model), hookable.layout_of(model)
         if policy.needs.projection:
             hookable.required_projections(self.modules)
+        if hookable.is_latent(self.modules[0]):
+            storage.check_latent()
         storage.check(hookable.head_dim_of(model, self.modules[0]), hookable.device_of(model))
         self._window = hooks.shortest_window(model)
         self._cache: LiveCache | None = None

@@ -54,7 +54,9 @@ class Quest(Policy):
     def compress(self, store: LayerStore, prompt: Prompt) -> None:
         super().compress(store, prompt)
         length = prompt.length + prompt.max_new_tokens
-        pages.begin(store, max(self.page, -(-length // (store.budget // 2))))
+        # Half the budget pays for the two vectors of every page.
+        most = max(1, store.budget * store.vectors // 4)
+        pages.begin(store, max(self.page, -(-length // most)))
         if length > store.budget:
             pages.summaries(store)
 
@@ -62,8 +64,9 @@ class Quest(Policy):
         if store.length <= store.budget:
             return None
         bounds = page_bounds(queries, pages.summaries(store))
-        n_pages = pages.number(store)
-        return pages.read(store, bounds, max(1, min(store.budget // 2, store.budget - n_pages)), cut=self.last == "cut")
+        # A page's maximum and minimum are two vectors.
+        finding = pages.number(store) * 2 // store.vectors
+        return pages.read(store, bounds, max(1, min(store.budget // 2, store.budget - finding)), cut=self.last == "cut")
 
     def overhead_bytes(self, store: LayerStore) -> int:
         return store.memory["pages"].nbytes if store.length > store.budget else 0

@@ -131,7 +131,7 @@ def _of_turn(store: LayerStore) -> tuple[LayerStore, Tensor | None]:
     masked = store.memory[TURN]
     newer = torch.arange(store.numbers[TURN], store.length, device=masked.device)
     slots = torch.cat([masked, newer.expand(*masked.shape[:2], -1)], -1)
-    turn = LayerStore(*store.gather(slots))
+    turn = LayerStore(*store.gather(slots), latent=store.latent)
     turn.storage, turn.budget = store.storage, store.budget
     turn.memory, turn.numbers = store.memory, store.numbers
     return turn, slots

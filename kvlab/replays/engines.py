@@ -59,6 +59,8 @@ def replay_one(
 
     Args: as `kvlab.replay`.
     """
+    if trace.latent:
+        storage.check_latent()
     storage.check(trace.keys.shape[-1], trace.device)
     budget = policy.entries(trace.prompt_length)
     k = budget if k is None else whole("k, the size of the top that recalls ask for,", k)
@@ -130,7 +132,7 @@ def _replayed(run: Run, budget: int) -> Replay:
 def _compressed(run: Run) -> tuple[LayerStore, Prompt]:
     """The trace's prompt as the policy leaves it, and as the policy saw it, with what it planned for all layers."""
     trace, policy = run.trace, run.policy
-    store = LayerStore.recorded(trace.keys, trace.values, trace.prompt_length)
+    store = LayerStore.recorded(trace.keys, trace.values, trace.prompt_length, trace.latent)
     store.layers = trace.prompt.layers
     prompt = trace.prompt.seen_by(policy)
     if policy.needs.surveys and not policy.fits(prompt.length):
@@ -221,7 +223,7 @@ def all_steps(run: Run, store: LayerStore, kept: Tensor) -> None:
         fewer = (sets[:, : int((sets != EMPTY).sum(-1).max())] for sets in kept)
         _measure(run, (Reading(slice(0, trace.steps), torch.cat([sets, response], -1)) for sets in fewer))
     if run.storage.exact:
-        entry = 2 * trace.keys.shape[-1] * trace.keys.element_size()
+        entry = store.entry_bytes
         generated = trace.n_layers * kept.shape[1] * torch.arange(1, trace.steps + 1)
         entries = int((kept != EMPTY).sum()) + generated
         run.stored_bytes = (entries * entry + store.aux_bytes).float()

@@ -45,6 +45,8 @@ def check(trace: Any) -> None:
             f"queries {tuple(queries.shape)} and keys {tuple(keys.shape)} differ in layers, head size, or "
             f"heads per KV head"
         )
+    if not isinstance(trace.latent, int) or not 0 <= trace.latent < head_dim or (trace.latent and keys.shape[1] > 1):
+        raise KvlabError(f"latent attention has one KV head and a rotary part within it, and not {trace.latent!r:.40}")
     if len(trace.layout.compressed) != layers or not trace.layout.valid:
         raise KvlabError(f"{layers} layers are recorded, and the model's layers {list(trace.layout.compressed)} named")
     if not 0 < int(trace.prompt_length) <= tokens:
@@ -73,8 +75,10 @@ def check(trace: Any) -> None:
         raise KvlabError(f"projections {tuple(found.shape)} are not [{layers}, hidden, {heads * head_dim}]")
     if trace.nll is not None and (trace.nll.dim() != 1 or len(trace.nll) >= trace.prompt_length):
         raise KvlabError(f"nll {tuple(trace.nll.shape)} is not that of tokens of a prompt of {trace.prompt_length}")
+    if (found := trace.chosen) is not None and (found.dim() != 3 or found.shape[:2] != (layers, trace.steps)):
+        raise KvlabError(f"an indexer's choice {tuple(found.shape)} is not [{layers}, {trace.steps}, k]")
     for name, tensor in trace._tensors().items():
-        if tensor.is_floating_point() == (name == "ids"):
+        if tensor.is_floating_point() == (name in ("ids", "chosen")):
             raise KvlabError(f"{name} cannot be of {tensor.dtype}")
         if name != "ids" and tensor.device != trace.device:
             raise KvlabError(f"{name} lies on {tensor.device} and the keys on {trace.device}; a trace lies on one")

@@ -73,7 +73,8 @@ def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) ->
     """Queries of tokens that run on top of a prefilled cache at any assigned positions, and leave nothing in it.
 
     They see the whole prompt and, causally, those of their own trial; several trials share one forward pass, but for
-    models with layers of which only one sequence can go on (windows, convolutions, linear states).
+    models with layers of which only one sequence can go on (windows, convolutions, linear states), and for those whose
+    sparse indexer would choose among all trials.
 
     Args:
         ids, positions: int64 `[m]`, or `[trials, m]`.
@@ -81,7 +82,7 @@ def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) ->
     Returns:
         Post-RoPE and pre-RoPE queries, each `[layers, heads, m, head_dim]`, or `[trials, layers, heads, m, head_dim]`.
     """
-    if cache.others and ids.dim() == 2:
+    if ids.dim() == 2 and (cache.others or hookable.is_indexed(lm.model)):
         by_trial = [pseudo_queries(lm, cache, *trial) for trial in zip(ids, positions.expand_as(ids), strict=True)]
         return torch.stack([post for post, _ in by_trial]), torch.stack([pre for _, pre in by_trial])
     trials, m = ids.shape if ids.dim() == 2 else (1, len(ids))
@@ -152,7 +153,7 @@ def drafted(feed: FeedAndChoose, first: Tensor, seen: Sequence[tuple[Tensor, Ten
         queries[call.index], own = call.queries, call.queries.shape[2]
         entries = zip(seen[call.index], (call.keys, call.values), strict=True)
         keys, values = (torch.cat([kept, fed[:, :, fed.shape[2] - own :]], 2) for kept, fed in entries)
-        return replace(call, keys=keys, values=values, padding=None).attend()
+        return replace(call, keys=keys, values=values, padding=None, chosen=None).attend()
 
     while True:
         following = feed(ids, attend)
@@ -207,13 +208,19 @@ def prefilled(trace: Trace, lm: LM | None = None) -> StoreCache:
         lm: the model, which has to prefill once more where a trace does not hold all of its layers.
 
     Raises:
-        KvlabError: the trace holds a part of the layers, and no model or no tokens are given.
+        KvlabError: the trace holds a part of the layers, or lacks an indexer's keys, and no model or no tokens are
+            given.
     """
-    if trace.layout.mixed:
+    if trace.layout.mixed or trace.chosen is not None:
         if lm is None or trace.ids is None:
+            what = (
+                "the layers of its model that are compressed"
+                if trace.layout.mixed
+                else "the keys that attention has, and none of an indexer"
+            )
             raise KvlabError(
-                "this trace holds only the layers of its model that are compressed; give the model too, and a trace "
-                "that knows its tokens, to make again what the others held"
+                f"this trace holds only {what}; give the model too, and a trace that knows its tokens, to make again "
+                "what the others held"
             )
         empty = trace.keys[:, None, :, :0]
         cache = StoreCache([LayerStore(keys, keys) for keys in empty], lm.model)
@@ -221,4 +228,4 @@ def prefilled(trace: Trace, lm: LM | None = None) -> StoreCache:
             prefill(lm, trace.ids[: trace.prompt_length], cache, chunk_for(lm.model, trace.prompt_length))
         return cache
     pairs = zip(trace.prompt_keys, trace.prompt_values, strict=True)
-    return StoreCache([LayerStore(keys[None], values[None]) for keys, values in pairs])
+    return StoreCache([LayerStore(keys[None], values[None]) for keys, values in pairs], latent=trace.latent)

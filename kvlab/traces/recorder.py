@@ -12,6 +12,7 @@ from kvlab.core import hookable, hooks
 from kvlab.core.adapter import StoreCache, layer_bytes
 from kvlab.core.geometry import geometry
 from kvlab.core.rotation import Rotation
+from kvlab.core.slots import EMPTY
 from kvlab.core.softmax import Softmax
 from kvlab.core.store import LayerStore
 from kvlab.methods._base.prompt import Prompt
@@ -26,7 +27,8 @@ def shapes(lm: LM, plan: Recording) -> Shapes:
     """What a capture records that grows with the prompt, by name: shapes and types."""
     modules, configured = hookable.layers_of(lm.model), geometry(lm.model.config)
     heads = configured.heads
-    kv_heads = heads // getattr(modules[0], "num_key_value_groups", configured.group)
+    groups = None if hookable.is_latent(modules[0]) else getattr(modules[0], "num_key_value_groups", None)
+    kv_heads = heads // (groups or configured.group)
     head_dim = hookable.head_dim_of(lm.model, modules[0])
     entries = (len(modules), kv_heads, len(plan.ids) + plan.new_tokens, head_dim), lm.dtype
     queries = (len(modules), heads, plan.window + plan.new_tokens, head_dim), lm.dtype
@@ -64,6 +66,7 @@ class Recorder:
         self.cache, self._rotations = StoreCache(self.stores, lm.model), hooks.Rotations(lm.model)
         self.softmax = Softmax()
         self.rotations: dict[int, Rotation | None] = {}
+        self._chosen: dict[int, list[Tensor]] = {}
         self._sinks: dict[int, Tensor] = {}
         self.prefilling = True
 
@@ -80,6 +83,8 @@ class Recorder:
             self.rotations[call.index] = self._rotations.of(call)
         if call.sinks is not None:
             self._sinks[call.index] = call.sinks
+        if call.chosen is not None and not self.prefilling:
+            self._chosen.setdefault(call.index, []).append(call.chosen[0, 0].long().sort().values)
         if self.accumulated is not None and self.prefilling:
             out, (gathered,) = call.attend_and_accumulate()
             self.accumulated[call.index, :, :seen] += gathered
@@ -96,6 +101,16 @@ class Recorder:
             self.layers,
             scaling=Softmax(self.softmax.factor, self.softmax.softcap, self.sinks),
         )
+
+    @property
+    def chosen(self) -> Tensor | None:
+        """What a sparse indexer has chosen at each step of the response, `[layers, steps, k]`, -1 padded; None before
+        the first step, and where the model has no indexer.
+        """
+        if not self._chosen:
+            return None
+        steps = [torch.nn.utils.rnn.pad_sequence(self._chosen[i], True, EMPTY) for i in range(self.layers)]
+        return torch.stack(steps)
 
     @property
     def uncompressed_bytes(self) -> int:

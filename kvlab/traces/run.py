@@ -179,6 +179,8 @@ def _run(lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor
         repeated=repeated,
         rotations=tuple(recorder.rotations[index] for index in range(recorder.layers)),
         layout=hookable.layout_of(lm.model),
+        latent=hookable.latent_of(modules[0]),
+        chosen=recorder.chosen,
         meta={
             "model": lm.signature,
             "document": plan.document,

@@ -21,6 +21,7 @@ from kvlab.errors import KvlabError
 from kvlab.lib.devices import resolved
 from kvlab.lib.files import parsed, replacing
 from kvlab.lib.renamed import Renamed
+from kvlab.methods._base.indexer_reads import IndexerReads
 from kvlab.methods._base.prompt import Asks, Prompt
 from kvlab.traces.checks import check, check_kinds
 from kvlab.traces.files import BLANK, CHECKSUM, checksum, layout_of, pop_prefix, rotations_of, separate, write_checksum
@@ -62,6 +63,10 @@ class Trace:
         rotations: how each layer turns queries and keys by their positions; None of one that does it in a way unknown
             to kvlab, and for all of a trace from elsewhere.
         layout: the layers of the model, all of them; None (at first) stands for a model whose layers are all recorded.
+        latent: of latent attention, the channels of a key's rotary part. The value lies behind it; `values` repeat it
+            with zeros in front. 0 where keys and values are apart.
+        chosen: int64 `[layers, steps, k]`, positions that a sparse indexer of the model chose at each step of the
+            response, ascending, -1 padded; None where the model has no indexer. `indexer` is that choice as a policy.
         meta: model, document, chat, seed and versions, as they go into a signature.
     """
 
@@ -82,6 +87,8 @@ class Trace:
     repeated: dict[str, Tensor] = field(default_factory=dict)
     rotations: tuple[Rotation | None, ...] | None = None
     layout: Layout = None  # type: ignore[reportAssignmentType]  # made from the tensors where it is not given
+    latent: int = 0
+    chosen: Tensor | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     _shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -245,6 +252,20 @@ class Trace:
         """
         return named(self, name, head, step)
 
+    @property
+    def indexer(self) -> IndexerReads:
+        """What the model's sparse indexer reads at each step, as a policy to replay beside others on this trace.
+
+        Raises:
+            KvlabError: no indexer, or no step of a response.
+        """
+        if self.chosen is None:
+            raise KvlabError(
+                "this trace holds no choice of a sparse indexer; capture a response of a model that has one, such as "
+                "DeepSeek-V3.2"
+            )
+        return IndexerReads(budget=self.chosen.shape[-1], reads=self.chosen)
+
     def share(self, key: Hashable, compute: Callable[[], T]) -> T:
         """What `compute` gives, computed once for all that look at this trace, and kept as long as it."""
         if key not in self._shared:
@@ -312,7 +333,7 @@ class Trace:
     def _tensors(self) -> dict[str, Tensor]:
         named = {"queries": self.queries, "keys": self.keys, "values": self.values}
         named |= {"pre_queries": self.pre_queries, "accumulated": self.accumulated, "ids": self.ids, "nll": self.nll}
-        named |= {"sinks": self.sinks, "projections": self.projections}
+        named |= {"sinks": self.sinks, "projections": self.projections, "chosen": self.chosen}
         named |= {f"{name}/{key}": tensor for name in _BY_KEY for key, tensor in getattr(self, name).items()}
         return {key: tensor for key, tensor in named.items() if tensor is not None}
 
@@ -323,6 +344,8 @@ class Trace:
             header |= {"rotations": [None if turn is None else asdict(turn) for turn in self.rotations]}
         if self.layout.mixed or not self.softmax.plain or self.projections is not None or self.repeated:
             header |= {"format": MIXED, "softcap": self.softcap, "layout": asdict(self.layout)}
+        if self.latent:
+            header |= {"latent": self.latent, "format": MIXED}
         return {"kvlab": json.dumps(header), CHECKSUM: BLANK}
 
     def save(self, path: str | Path) -> Path:
@@ -370,6 +393,7 @@ class Trace:
                 # Without one it is made from the tensors.
                 layout=layout_of(header.get("layout")),  # type: ignore[reportArgumentType]
                 rotations=rotations_of(header.get("rotations")),
+                latent=header.get("latent", 0),
                 meta=header["meta"],
                 **by_key,
                 **tensors,
@@ -388,7 +412,7 @@ class Trace:
 
 
 # Those that move with a trace, besides those by key.
-_TENSORS = ("queries", "keys", "values", "pre_queries", "accumulated", "nll", "sinks", "projections")
+_TENSORS = ("queries", "keys", "values", "pre_queries", "accumulated", "nll", "sinks", "projections", "chosen")
 
 _BY_KEY = ("pseudo", "repeated")
 

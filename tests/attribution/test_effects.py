@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.eager import greedy
 from support.families import FAMILIES
 from support.hybrids import hybrid
+from support.latents import SHAPED
 from support.live_runs import SMALL, prompt, small
 from support.oracles import gates
 from support.refusals import refusal
@@ -19,7 +21,7 @@ from kvlab.core.softmax import Softmax
 
 REFUSED = ("attention_matching", "zsmerge", "merging", "rerotated", "sparq")
 """Methods whose loss has no share for each entry: one merges, the other adds the mean value to its output."""
-SINGLE = ("expected_attention", "triattention", "hybrid-gpt-oss", "hybrid-qwen3-next")
+SINGLE = ("expected_attention", "triattention", "hybrid-gpt-oss", "hybrid-qwen3-next", *SHAPED)
 """Policies and models that compute in float32 alone."""
 PLAIN = [name for name in SMALL if name not in REFUSED]
 
@@ -65,7 +67,7 @@ def test_several_policies_share_a_prefill_and_a_response(tiny):
         torch.testing.assert_close(why.effects, alone.effects)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "hybrid-gpt-oss", "hybrid-gemma3", "hybrid-qwen3-next"])
+@pytest.mark.parametrize("family", [*FAMILIES, *SHAPED, "hybrid-gpt-oss", "hybrid-gemma3", "hybrid-qwen3-next"])
 def test_effects_on_every_family(tiny, family):
     lm = sharpened(hybrid(tiny, family) if family.startswith("hybrid") else tiny(family), family)
     why = attribute(lm, small("snapkv"), prompt(48), 6, points=2)
@@ -84,6 +86,19 @@ def test_the_losses_are_those_of_a_live_session(tiny, name):
     assert why.summary["loss_full"] == pytest.approx(sums["nll_full"], abs=1e-3)
     kl = attribute(lm, small(name), prompt(48), response=why.response, loss="kl").summary
     assert kl["loss_policy"] == pytest.approx(sums["kl"], abs=1e-3) and abs(kl["loss_full"]) < 1e-4
+
+
+@pytest.mark.parametrize("family", SHAPED)
+@pytest.mark.parametrize(("name", "storage"), [("snapkv", "as_is"), ("h2o", "as_is"), ("snapkv", "turbo-4")])
+def test_the_losses_of_latents_are_those_of_a_live_session(tiny, family, name, storage):
+    """With the model's own response, which goes on from a cache of latents."""
+    lm = tiny(family)
+    why = attribute(lm, small(name), prompt(48), 8, storage=storage)
+    assert why.response.tolist() == greedy(lm, prompt(48)[0], 8).tolist()
+    sums = kvlab.fidelity(lm, small(name), prompt(48), response=why.response, storage=storage).table
+    sums = sums.groupby("measure").value.sum()
+    assert why.summary["loss_policy"] == pytest.approx(sums["nll"], abs=1e-3)
+    assert why.summary["loss_full"] == pytest.approx(sums["nll_full"], abs=1e-3)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

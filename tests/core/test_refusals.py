@@ -26,13 +26,13 @@ LATENT = HEADED | dict(
 )
 KNOWN = (
     " kvlab hooks attention that goes through transformers' attention interface and has a q_proj or a qkv_proj, "
-    "as in Llama, Mistral, Qwen, Phi-3 and Gemma"
+    "as in Llama, Mistral, Qwen, Phi-3 and Gemma, and latent attention as in DeepSeek-V3"
 )
 NONE = " has no attention, and so no KV cache to look into or to compress;" + KNOWN
 UNSEEN = " does not call transformers' attention interface, so kvlab cannot see its attention;" + KNOWN
 COMPRESSED = (
-    " has latent attention (keys and values are made from one compressed vector for each token), which kvlab "
-    "does not model;" + KNOWN
+    " has latent attention (keys and values are made from one compressed vector for each token) whose cache does not "
+    "hold these vectors, which kvlab does not model;" + KNOWN
 )
 REFUSED = {
     "mamba": ("mamba", SMALL | dict(state_size=4), "MambaForCausalLM" + NONE),
@@ -51,10 +51,6 @@ REFUSED = {
     ),
     "bloom": ("bloom", dict(hidden_size=32, n_layer=2, n_head=4, vocab_size=64), "BloomForCausalLM" + UNSEEN),
     "falcon": ("falcon", SMALL | dict(num_attention_heads=4), "FalconForCausalLM" + UNSEEN),
-    "deepseek_v2": ("deepseek_v2", LATENT | dict(q_lora_rank=8), "DeepseekV2ForCausalLM" + COMPRESSED),
-    # As DeepSeek-V2-Lite has it: with a q_proj, which alone looks like any other attention.
-    "deepseek_v2_lite": ("deepseek_v2", LATENT | dict(q_lora_rank=None), "DeepseekV2ForCausalLM" + COMPRESSED),
-    "deepseek_v3": ("deepseek_v3", LATENT | dict(q_lora_rank=8), "DeepseekV3ForCausalLM" + COMPRESSED),
     "recurrent_gemma": (
         "recurrent_gemma",
         HEADED | dict(num_hidden_layers=3, attention_window_size=16, lru_width=32),
@@ -91,6 +87,17 @@ def test_it_is_refused_before_its_weights_are_read(tmp_path, monkeypatch, name):
     with pytest.raises(KvlabError) as caught:  # and when it comes as an object
         hookable.layers_of(made)
     assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("q_lora_rank", [8, None])
+def test_latents_that_a_cache_does_not_hold_are_refused(monkeypatch, q_lora_rank):
+    """As before transformers' caches held them. With a q_proj, as in DeepSeek-V2-Lite, it looks like any attention."""
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v2", **LATENT, q_lora_rank=q_lora_rank))
+    assert len(hookable.layers_of(made)) == 2
+    monkeypatch.delattr(type(made.model.layers[0].self_attn), "expand_kv")
+    with pytest.raises(KvlabError) as caught:
+        hookable.layers_of(made)
+    assert str(caught.value) == "DeepseekV2ForCausalLM" + COMPRESSED
 
 
 def test_what_is_hooked_loads_from_a_folder(tmp_path):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     GPT2Config,
@@ -27,14 +25,6 @@ def state(model):
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
 UNFIT = {
     "falcon": (lambda: FalconForCausalLM(FalconConfig(**SMALL)), "FalconForCausalLM does not call"),
-    "deepseek": (
-        lambda: DeepseekV3ForCausalLM(
-            DeepseekV3Config(
-                **SMALL, num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2
-            )
-        ),
-        "DeepseekV3ForCausalLM has latent attention",
-    ),
     "gpt2": (
         lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64)),
         r"GPT2LMHeadModel can be hooked \(layer 0 is a GPT2Attention with c_attn and c_proj\): kvlab hooks "

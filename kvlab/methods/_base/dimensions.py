@@ -27,14 +27,15 @@ def affordable(store: LayerStore, page: int = 1) -> int:
     is the given number, else what half the budget pays for at the expected length (once exceeded, at the true one).
     """
     head_dim, length = store.head_dim, max(store.numbers["expected"], store.length)
-    return min(store.numbers["rank"] or max(1, store.budget * head_dim * page // length), head_dim)
+    paid = store.budget * store.vectors * head_dim * page // (2 * length)
+    return min(store.numbers["rank"] or max(1, paid), head_dim)
 
 
 def room(store: LayerStore, vectors: int, rank: int) -> int:
     """Entries that a step may read after finding them by `rank` dimensions of `vectors` keys: half the budget, less
     what finding costs beyond the other half; at least one.
     """
-    finding = -(-vectors * rank // (2 * store.head_dim))
+    finding = -(-vectors * rank // (store.vectors * store.head_dim))
     return max(1, min(store.budget // 2, store.budget - finding))
 
 

@@ -24,7 +24,7 @@ def sharpened(
     model = cast(Any, copy.deepcopy(lm.model)).to(dtype)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith(("q_proj.weight", "qkv_proj.weight")):
+            if name.endswith(("q_proj.weight", "qkv_proj.weight", "q_b_proj.weight")):
                 weight.mul_(attention)
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.mul_(3)
