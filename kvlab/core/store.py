@@ -106,7 +106,7 @@ class LayerStore:
     def set_storage(self, storage: Storage) -> None:
         """Hold keys and values in this form, what is there and what will come; what is in it is not rounded again."""
         if storage != self.storage:
-            self._entries, self.storage = storage.convert(self._entries.plain()), storage
+            self._entries, self.storage = storage.stored(self._entries.plain(), self.layers), storage
             self.rounded = self.rounded or not storage.exact
         self.quantise_pending()
 
@@ -403,7 +403,7 @@ class LayerStore:
         self._rewrite(self._entries.plain().read(KEYS), values)
 
     def _rewrite(self, keys: Tensor, values: Tensor) -> None:
-        self._entries = self.storage.convert(AsIs.of(keys, values, self._entries.read(POSITIONS)))
+        self._entries = self.storage.stored(AsIs.of(keys, values, self._entries.read(POSITIONS)), self.layers)
         self.quantise_pending()
 
     def expand(self, heads: int) -> None:

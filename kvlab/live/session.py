@@ -80,7 +80,8 @@ class Session:
         self.modules, self.layout = hookable.layers_of(model), hookable.layout_of(model)
         if policy.needs.projection:
             hookable.required_projections(self.modules)
-        storage.check(hookable.head_dim_of(model, self.modules[0]), hookable.device_of(model))
+        name = getattr(model.config, "name_or_path", "")
+        storage.check(hookable.head_dim_of(model, self.modules[0]), hookable.device_of(model), name or "")
         self._window = hooks.shortest_window(model)
         self._cache: LiveCache | None = None
         self._fed = 0

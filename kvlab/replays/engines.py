@@ -59,7 +59,7 @@ def replay_one(
 
     Args: as `kvlab.replay`.
     """
-    storage.check(trace.keys.shape[-1], trace.device)
+    storage.check(trace.keys.shape[-1], trace.device, trace.meta.get("model", ""))
     budget = policy.entries(trace.prompt_length)
     k = budget if k is None else whole("k, the size of the top that recalls ask for,", k)
     if k < 1:

@@ -15,6 +15,7 @@ from support.stepwise import LAYERS, inputs, watched
 from support.tensors import exact, layer, sets, shaken
 
 import kvlab
+from kvlab.methods.chain import Chain
 
 LENGTH = 60
 WINDOW, KERNEL = 6, 3
@@ -95,7 +96,8 @@ def test_queries_look_at_nothing_that_came_after_them_though_slots_have_moved_up
     norms = exact(keys.norm(dim=-1))
     stayed = [oracles.top_positions(-own, 20) for own in norms]
     assert all(set(range(LENGTH - WINDOW, LENGTH - 1)).isdisjoint(own) for own in stayed)
-    expected = snapkv_of(*exact(queries, keys), stayed, 9)
+    asking, own = exact(queries, keys)
+    expected = snapkv_of(asking, own, stayed, 9)
     assert sets(policy.keep(queries[None], keys[None], values[None])[0]) == expected
 
 
@@ -148,7 +150,8 @@ def made(name, budget):
 
 
 def kept_sets(tensors, policy):
-    result = kvlab.replay(kvlab.Trace.from_tensors(*tensors, tensors[1].shape[2] - 1), policy)
+    queries, keys, values = tensors
+    result = kvlab.replay(kvlab.Trace.from_tensors(queries, keys, values, keys.shape[2] - 1), policy)
     return [sets(result.kept(index)) for index in range(LAYERS)]
 
 
@@ -204,6 +207,7 @@ def test_a_chain_with_the_full_cache_is_the_other_one_alone(seed, length, name, 
 )
 def test_the_budget_of_the_first_is_what_the_parameters_say(parameters, entries):
     policy = kvlab.policy("chain", **dict(budget=40, second="keydiff") | parameters)
+    assert isinstance(policy, Chain)
     assert policy.methods(100)[0].entries(100) == entries
 
 
@@ -214,10 +218,12 @@ def test_live_and_replayed_chains_with_channels_attend_to_the_same_keys(tiny):
     replay = kvlab.replay(trace, policy)
     with kvlab.compress(lm.model, policy) as session:
         generate(lm.model, prompt(LENGTH), 6)
+    live = session._cache
+    assert live is not None
     assert session.kv_bytes + session.aux_bytes == replay.stored_bytes[-1]
     for index in range(2):
         assert sets(session.kept(index)) == sets(replay.stored(index, 5))
-        store = session._cache.compressed[index].groups[0].store
+        store = live.compressed[index].groups[0].store
         gone = (store.keys[0] == 0).sum(-1)
         older = store.positions[0] < LENGTH - 8
         assert gone[older].eq(6).all() and not gone[~older].any() and older.any()
