@@ -207,6 +207,30 @@ def filters(
     typer.echo(found.save(out or Path(re.sub(r"[^\w.-]+", "-", lm.name) + "-filters.json")))
 
 
+@app.command(
+    epilog="Examples:   kvlab calibrate   |   kvlab calibrate ./my-model --out my.safetensors   |   "
+    "kvlab eval needle --storage kvtc-2:smollm2-135m-kvtc.safetensors"
+)
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Name, folder, GGUF file or Hugging Face id.")] = "smollm2-135m",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="The file (default: MODEL-kvtc.safetensors here).", show_default=False),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=16, help="Tokens of each text.")] = 1000,
+    documents: Annotated[int, typer.Option("--documents", min=1, help="Number of texts.")] = 8,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the texts.")] = 0,
+) -> None:
+    """Learn the principal components of each head's keys and values; the storage kvtc-2:FILE uses the result."""
+    options.check_out(out)
+    from kvlab.inputs import models
+    from kvlab.traces.calibrating import measure
+
+    lm = models.load(model)
+    found = measure(lm, tokens, documents, seed)
+    typer.echo(found.save(out or Path(re.sub(r"[^\w.-]+", "-", lm.name) + "-kvtc.safetensors")))
+
+
 @app.command(epilog="Examples:   kvlab pages   |   kvlab pages --only snapkv,h2o --out my-pages")
 def pages(
     out: Annotated[

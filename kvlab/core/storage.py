@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from kvlab.core.entries import AsIs, Entries, Fp8, Int8
 from kvlab.core.kivi import Kivi
+from kvlab.core.kvtc import Calibration, Transformed
 from kvlab.core.nvfp4 import BLOCK, Nvfp4
 from kvlab.core.pairs import Pair
 from kvlab.core.turbo import Turbo
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib.renamed import Renamed
+
+AGAIN = "make a calibration of this one with `kvlab calibrate`"
+
+
+def alike(one: str, other: str) -> bool:
+    """Whether two names may be of one model: folders apart, one begins as the other does; an empty one may be any."""
+    names = [Path(name).name.lower() for name in (one, other)]
+    return names[0].startswith(names[1]) or names[1].startswith(names[0])
 
 
 def _nothing(device: torch.device) -> None:
@@ -33,16 +43,18 @@ class Storage:
         attempt: does what a device must be able to do, and raises where it is not.
         tokens, newest: how many tokens are rounded together, and how many of the newest are not rounded.
         halves: the storages of keys and of values, where these differ.
+        calibration: what it has learnt of one model's keys and values; `convert` is then given the layers of the rows.
     """
 
     name: str
     summary: str = field(compare=False)
-    convert: Callable[[AsIs], Entries] = field(compare=False, repr=False)
+    convert: Callable[..., Entries] = field(compare=False, repr=False)
     group: int = field(default=1, compare=False)
     attempt: Callable[[torch.device], object] = field(default=_nothing, compare=False, repr=False)
     tokens: int = field(default=1, compare=False)
     newest: int = field(default=0, compare=False)
     halves: tuple[Storage, ...] = field(default=(), compare=False, repr=False)
+    calibration: Calibration | None = field(default=None, compare=False, repr=False)
 
     hold = Renamed("convert")
 
@@ -59,22 +71,38 @@ class Storage:
         """When an entry is rounded: `tokens` and `newest`, of its key and of its value where these differ."""
         return {(half.tokens, half.newest) for half in self.halves or (self,) if not half.exact}
 
+    def stored(self, entries: AsIs, layers: Sequence[int]) -> Entries:
+        """Entries in this form.
+
+        Args:
+            layers: the layer of each row, among those that are compressed.
+        """
+        return self.convert(entries) if self.calibration is None else self.convert(entries, layers)
+
     def behind(self, policy: str) -> str:
         """A policy with the storage of what it keeps, as signatures name both; the plain one goes without saying."""
         return policy if self.exact else f"{policy}+{self.name}"
 
     def check_latent(self) -> None:
         """Raise KvlabError where entries of latent attention cannot have it."""
-        if self.halves:
+        if self.halves or self.calibration is not None:
+            one = self.halves[0].name if self.halves else "turbo-4"
             raise KvlabError(
                 f"{self.name} stores keys and values apart, and in latent attention a value is a part of its key; give "
-                f"one storage, such as {self.halves[0].name!r}"
+                f"one storage, such as {one!r}"
             )
 
-    def check(self, head_dim: int, device: torch.device) -> None:
-        """Raise KvlabError where heads of this size, or this device, cannot have it."""
+    def check(self, head_dim: int, device: torch.device, model: str = "") -> None:
+        """Raise KvlabError where heads of this size, this device, or a model of this name cannot have it."""
         for half in self.halves:
-            half.check(head_dim, device)
+            half.check(head_dim, device, model)
+        learnt = self.calibration
+        if learnt is not None and not alike(learnt.model, model):
+            raise KvlabError(f"{self.name} was calibrated for {learnt.model}, and this model is {model}; {AGAIN}")
+        if learnt is not None and learnt.shape[2] != head_dim:
+            raise KvlabError(f"{self.name} is for heads of {learnt.shape[2]} channels, not of {head_dim}; {AGAIN}")
+        if learnt is not None and device.type != "cpu":
+            raise KvlabError(f"{self.name} works on a CPU alone; use 'turbo-2' on {device.type}")
         if head_dim % self.group:
             raise KvlabError(
                 f"{self.name} rounds values in groups of {self.group} channels, which do not divide this model's head "
@@ -134,6 +162,40 @@ def turbo(bits: int, inner_product: bool = False, seed: int = 0) -> Storage:
     return Storage(name, summary + "; a norm for each key and each value", convert, group)
 
 
+def kvtc(calibration: Calibration | str | Path, bits: float = 2) -> Storage:
+    """Transform coding by what `kvlab calibrate` has learnt of one model; `kvtc-2:FILE` is its name.
+
+    Args:
+        calibration: or the file that holds it.
+        bits: for each number on average, more than 0 and at most 8.
+
+    Raises:
+        KvlabError: no such file, or bits that do not fill whole bytes of a head.
+    """
+    learnt = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)
+    head_dim = learnt.shape[2]
+    if not 0 < bits <= 8 or bits * head_dim % 8:
+        raise KvlabError(f"KVTC takes bits in (0, 8] that fill whole bytes of {head_dim} channels, not {bits}")
+    name = f"kvtc-{bits:g}@{learnt.sha256[:8]}"
+    summary = f"{bits:g} bits for each principal component on average, as calibrated; a gain for each key and value"
+    convert = partial(Transformed, calibration=learnt, bits=bits)
+    return Storage(name, summary, convert, calibration=learnt)
+
+
+def _calibrated(name: str) -> Storage | None:
+    """The storage that `kvtc-2:FILE` names; None for another name."""
+    form, _, path = name.partition(":")
+    if not form.startswith("kvtc"):
+        return None
+    try:
+        bits = float(form.removeprefix("kvtc-"))
+    except ValueError:
+        bits = 0
+    if not bits or not path:
+        raise KvlabError(f"{name!r} names no calibration; write kvtc-2:FILE, with a file of `kvlab calibrate MODEL`")
+    return kvtc(path, bits)
+
+
 def keys_and_values(keys: str | Storage, values: str | Storage) -> Storage:
     """Keys in one storage and values in another, as the name `turbo-4/kivi-2` says it.
 
@@ -144,6 +206,8 @@ def keys_and_values(keys: str | Storage, values: str | Storage) -> Storage:
     if halves[0] == halves[1]:
         return halves[0]
     for half in halves:
+        if half.calibration is not None:
+            raise KvlabError(f"{half.name} is calibrated for keys and values together, and no half of a pair")
         if half.halves:
             raise KvlabError(f"a half of a pair is one storage, such as 'turbo-4/kivi-2', and not {half.name!r}")
     convert = partial(Pair, keys=halves[0].convert, values=halves[1].convert)
@@ -207,6 +271,9 @@ def stored_as(wanted: str | Storage) -> Storage:
         return wanted
     if not isinstance(wanted, str):
         raise KvlabError(f"a storage is a name, such as 'kivi-4', and not {wanted!r:.60}")
+    calibrated = _calibrated(wanted)
+    if calibrated is not None:
+        return calibrated
     if wanted.count("/") == 1:
         for half, name in zip(("keys", "values"), wanted.split("/"), strict=True):
             if name not in STORAGES:

@@ -60,6 +60,7 @@ class LayerStore:
         if positions is None:
             positions = torch.arange(length, device=keys.device).expand(rows, kv_heads, length)
         self.latent = latent
+        self.layers: tuple[int, ...] = (0,) * rows
         self._entries: Entries = self._held(AsIs.of(keys, values, positions), AS_IS)
         # Columns, and fusion counts once something is merged. They are as long as the fullest head, and blank where a
         # head has no entry: what a policy writes into them must not be a copy.
@@ -70,7 +71,6 @@ class LayerStore:
         self.memory: dict[str, Tensor] = {}
         self.scratch: dict[str, Tensor] = {}
         self.numbers: dict[str, int] = {}
-        self.layers: tuple[int, ...] = (0,) * rows
         self._budget: int | None = None
         self.seen, self.repeats, self.bytes_read = length, 1, 0
 
@@ -124,7 +124,7 @@ class LayerStore:
 
     def _held(self, entries: AsIs, storage: Storage) -> Entries:
         if not self.latent:
-            return storage.convert(entries)
+            return storage.stored(entries, self.layers)
         storage.check_latent()
         return LatentEntries(entries, self.latent, storage.convert)
 

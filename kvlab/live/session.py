@@ -83,7 +83,8 @@ class Session:
             hookable.required_projections(self.modules)
         if hookable.is_latent(self.modules[0]):
             storage.check_latent()
-        storage.check(hookable.head_dim_of(model, self.modules[0]), hookable.device_of(model))
+        name = getattr(model.config, "name_or_path", "")
+        storage.check(hookable.head_dim_of(model, self.modules[0]), hookable.device_of(model), name or "")
         self._window = hooks.shortest_window(model)
         self._cache: LiveCache | None = None
         self._fed = 0

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvlab.core import ranking
 from kvlab.core.slots import EMPTY, described, fault
+from kvlab.core.storage import alike
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.lib.files import expanded, why
@@ -148,12 +149,6 @@ class Recorded(Policy):
 def sha256_of(ids: Tensor) -> str:
     """The hash of one prompt's ids `[tokens]`, as little-endian int64."""
     return hashlib.sha256(ids.cpu().long().contiguous().numpy().astype("<i8").tobytes()).hexdigest()
-
-
-def alike(one: str, other: str) -> bool:
-    """Whether two names may be of one model: folders apart, one begins as the other does; an empty one may be any."""
-    names = [Path(name).name.lower() for name in (one, other)]
-    return names[0].startswith(names[1]) or names[1].startswith(names[0])
 
 
 def read(path: str | Path) -> Sets:

@@ -90,11 +90,10 @@ class ThinK(Wrapper):
         return torch.ones_like(weight, dtype=torch.bool).scatter(-1, kept, False)
 
     def rewrite(self, store: LayerStore, prompt: Prompt) -> None:
-        if prompt.length <= self.window:
+        if prompt.seen <= self.window:
             return
-        pruned, keys = self.pruned(prompt), store.keys.clone()
-        keys[:, :, : prompt.length - self.window].masked_fill_(pruned[:, :, None], 0)
-        store.rewrite_keys(keys)
+        pruned, older = self.pruned(prompt), prompt.positions < store.seen - self.window
+        store.rewrite_keys(store.keys.masked_fill(pruned[:, :, None] & older[..., None], 0))
         store.memory[CHANNELS], store.numbers[PRUNED] = pruned, store.seen - self.window
 
     def discount_bytes(self, store: LayerStore) -> int:

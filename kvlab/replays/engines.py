@@ -61,7 +61,7 @@ def replay_one(
     """
     if trace.latent:
         storage.check_latent()
-    storage.check(trace.keys.shape[-1], trace.device)
+    storage.check(trace.keys.shape[-1], trace.device, trace.meta.get("model", ""))
     budget = policy.entries(trace.prompt_length)
     k = budget if k is None else whole("k, the size of the top that recalls ask for,", k)
     if k < 1:

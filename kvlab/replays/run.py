@@ -132,7 +132,7 @@ def replay(
         return replay_one(traces[0], objects[0], instruments, forms[0], k)
 
     for t, form in product(traces, forms):
-        form.check(t.keys.shape[-1], t.device)
+        form.check(t.keys.shape[-1], t.device, t.meta.get("model", ""))
     for t in traces:
         if warned_of_raised(objects, t.prompt_length):
             break

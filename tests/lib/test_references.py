@@ -21,7 +21,7 @@ from kvlab.papers import load_file
 from kvlab.workbench.method_pages import sources
 
 # References, and methods around another's scores, that no paper proposes.
-WITHOUT = ["decoding", "exact_topk", "full", "layered", "merging", "random", "rerotated", "threshold"]
+WITHOUT = ["chain", "decoding", "exact_topk", "full", "layered", "merging", "random", "rerotated", "threshold"]
 CITED = {name: cls.paper for name, cls in methods.registry().items() if cls.paper}
 ID = r"\b\d{4}\.\d{4,5}\b"
 

@@ -144,7 +144,7 @@ def answers(prompt, policy):
     }
     found = {}
     for name in (*ASKED, "keys", "values", "layers", "n_layers", "positions", "seen", "lossy", "plan"):
-        if name in ("answers", "share", "seen_by", "with_plan", "softmax", "repeated"):
+        if name in ("answers", "share", "seen_by", "with_plan", "reduced_to", "softmax", "repeated"):
             continue
         try:
             value = getattr(prompt, name)
@@ -215,6 +215,7 @@ def test_the_page_names_all_that_a_prompt_offers():
             "check_inputs",
             "seen_by",
             "with_plan",
+            "reduced_to",
             "projections",
             "rotations",
             "scaling",

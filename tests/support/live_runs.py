@@ -48,6 +48,7 @@ SMALL = {
     "attention_matching": dict(budget=12),
     "merging": dict(budget=36),
     "rerotated": dict(budget=36),
+    "chain": dict(budget=12, first=kvlab.policy("snapkv", budget=30, window=6, kernel=3)),
     "expected_attention": dict(budget=12, future=64),
     "kvcompose": dict(budget=12),
     "layered": dict(budget=36, shares=(3.0, 1.0)),

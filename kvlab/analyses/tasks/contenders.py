@@ -11,6 +11,7 @@ from kvlab.methods import Policy, has_budget, policies, policy
 LEFT_OUT = (
     "attention_matching",
     "cake",
+    "chain",
     "compactor",
     "criticaladakv",
     "criticalkv",

@@ -34,7 +34,7 @@ def as_served(storage: str | Storage) -> Storage:
     form = stored_as(storage)
     # A store leaves entries alone that are in a storage of the same name.
     name = f"{form.name}, served in bfloat16"
-    return replace(form, name=name, convert=lambda entries: form.convert(Served(entries.slots)))
+    return replace(form, name=name, convert=lambda entries, *layers: form.convert(Served(entries.slots), *layers))
 
 
 def forms(names: Sequence[str], head_dim: int) -> dict[str, Storage]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvlab.core import attention
 from kvlab.core.rotation import Rotation
 from kvlab.core.softmax import Scaling, Softmax
+from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
 from kvlab.lib.renamed import Renamed
 from kvlab.methods._base.needs import Needs
@@ -154,6 +155,14 @@ class Prompt:
         planned.plan = plan
         return planned
 
+    def reduced_to(self, store: LayerStore) -> Prompt:
+        """The same prompt as the next policy sees it once another has left it as `store`."""
+        reduced = copy.copy(self)
+        reduced.keys, reduced.values, reduced.positions = store.keys, store.values, store.positions
+        reduced.lossy = self.lossy or store.length < store.seen
+        reduced._policy, reduced.plan, reduced._shared = None, None, {}
+        return reduced
+
     def share(self, key: tuple, compute: Callable[[], Tensor]) -> Tensor:
         """The result of `compute`, computed once for all policies that look at this prompt."""
         if key not in self._shared:
@@ -177,11 +186,18 @@ class Prompt:
         """
         queries = self.window(n)
         return torch.stack(
-            [
-                weigh(attention.attention_over_prompt(q, k, self.softmax(row), inside=True))
-                for row, (q, k) in enumerate(zip(queries, self.keys, strict=True))
-            ]
+            [weigh(self._rows_of_window(row, q, k)) for row, (q, k) in enumerate(zip(queries, self.keys, strict=True))]
         )
+
+    def _rows_of_window(self, row: int, queries: Tensor, keys: Tensor) -> Tensor:
+        """The attention `[heads, n, length]` of one row's last queries; zeros where one sees nothing that stayed."""
+        if not self.lossy:
+            return attention.attention_over_prompt(queries, keys, self.softmax(row), inside=True)
+        # Some of the last tokens may be gone, so that slots do not tell what came before a query.
+        own = torch.arange(self.seen - queries.shape[1], self.seen, device=keys.device)
+        visible = self.positions[row][:, None] <= own[:, None]
+        visible = visible.repeat_interleave(len(queries) // len(keys), dim=0)
+        return attention.weights(queries, keys, self.softmax(row), visible).nan_to_num()
 
     def window_sums(self, n: int) -> Tensor:
         """Attention of the last `n` queries, summed over the window: `[rows, heads, length]`."""
