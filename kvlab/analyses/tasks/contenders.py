@@ -17,6 +17,7 @@ LEFT_OUT = (
     "curdkv",
     "decoding",
     "kvcompose",
+    "kvzap",
     "kvzip",
     "laq",
     "layered",
