@@ -14,6 +14,8 @@ from support.surrogates import shipped_for
 
 import kvlab
 from kvlab.analyses import shipped_tables
+from kvlab.analyses.stand_ins import cells
+from kvlab.analyses.tasks import contenders
 from kvlab.compile.contexts import HELD_APART
 from kvlab.methods._base import lookup
 from kvlab.methods._base.lookup import DecisionTables, HeadScores
@@ -159,6 +161,9 @@ def test_a_model_without_a_surrogate_is_refused_before_it_runs_and_left_out_of_a
     with one_sentence("no surrogate comes with kvlab for random:tiny-llama-gqa"):
         shipped_tables.with_shipped(tiny(), given)
     assert not shipped_tables.served(tiny(), given) and shipped_tables.served(tiny(), named)
+    assert set(kvlab.policies()) - set(contenders.named(["all"], tiny())) == {"kvzap"}
+    assert set(cells.budgeted(["all"])) - set(cells.budgeted(["all"], tiny())) == {"kvzap"}
+    assert "kvzap" in contenders.named(["all", "kvzap"], tiny())
 
 
 def test_a_bench_of_all_on_random_weights_leaves_kvzap_out(capsys, monkeypatch):
