@@ -1,4 +1,4 @@
-"""What was measured once for a model and comes with kvlab: head scores, Q-Filters and CompilerKV's tables."""
+"""Head scores, Q-Filters, surrogates and CompilerKV's tables: measured once for a model, they come with kvlab."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvlab.core.geometry import geometry
+from kvlab.core.hookable import text_config
 from kvlab.errors import KvlabError
 from kvlab.methods import Policy
 from kvlab.methods._base.lookup import SHIPPED_ALONE, DecisionTables, HeadScores, Measured, QueryFilters
 from kvlab.methods.compilerkv import CompilerKV
 from kvlab.methods.duoattention import DuoAttention
+from kvlab.methods.kvzap import KVzap
 from kvlab.methods.qfilters import QFilters
 
 if TYPE_CHECKING:
@@ -73,7 +75,12 @@ def nearest(per_head: Mapping[int, DecisionTables], entries: float) -> DecisionT
 def with_shipped(lm: LM, policy: Policy) -> Policy:
     """The policy with what comes with kvlab for this model, where it was given nothing of its own: compilerkv its
     tables, duoattention its head scores, qfilters its filters. All others as they are.
+
+    Raises:
+        KvlabError: kvzap has no surrogate for this model.
     """
+    if isinstance(policy, KVzap):
+        _check_surrogate(lm, policy)
     if isinstance(policy, CompilerKV) and policy.tables is None and policy.tables_in_use.neutral:
         if policy.variant == "published":  # the authors' weights, where they fit
             return policy
@@ -83,6 +90,20 @@ def with_shipped(lm: LM, policy: Policy) -> Policy:
     if isinstance(policy, QFilters) and policy.filters is None:
         return policy.replace(filters=_resolve(lm, QueryFilters, AUTO))
     return policy
+
+
+def served(lm: LM, policy: Policy) -> bool:
+    """Whether a policy has all that it cannot do without on this model: kvzap needs a surrogate."""
+    try:
+        with_shipped(lm, policy)
+    except KvlabError:
+        return False
+    return True
+
+
+def _check_surrogate(lm: LM, policy: KVzap) -> None:
+    layers, kv_heads = len(lm.layout.compressed), geometry(lm.model.config).kv_heads
+    policy.fitting(lm.name, (layers, kv_heads, text_config(lm.model).hidden_size))
 
 
 def _resolve(lm: LM, kind: type[Measured], name: str | None) -> str | None:

@@ -33,7 +33,8 @@ def needed(lm: LM, tested: Policy, prompt: int, steps: int, storage: Storage, ch
     entries = layers * shape.kv_heads * length
     of_prompt = entries * 2 * shape.head_dim * number
     queries = layers * shape.heads * prompt * shape.head_dim * number if tested.needs.every_query else 0
-    found = COPIES * of_prompt + (1 + tested.needs.pre_queries) * queries
+    hidden = layers * prompt * config.hidden_size * number if tested.needs.hidden else 0
+    found = COPIES * of_prompt + (1 + tested.needs.pre_queries) * queries + hidden
     stepwise = tested.needs.acts_while_decoding or not storage.exact
     kept = length if tested.needs.selects or tested.asked is None else min(length, tested.entries(prompt) + steps)
     # A flag for each step and entry, and the positions that the steps read.

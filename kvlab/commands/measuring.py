@@ -1,4 +1,4 @@
-"""Measurements on a model: attribute, bench, heads, pages."""
+"""Measurements on a model: attribute, bench, heads, filters, surrogate, pages."""
 
 from __future__ import annotations
 
@@ -143,6 +143,8 @@ def bench(
     from kvlab.bench import timing as benchmark
 
     chosen = benchmark.contenders(named, budgets, options.names(probes), options.names(storage))
+    if shape is not None and "kvzap" not in named:  # "all" of random weights, which have no surrogate
+        chosen = [one for one in chosen if one.policy is None or one.policy.name != "kvzap"]
     measured = benchmark.BenchmarkModel(model, shape, layers, device, dtype)
     runs = {"decode": repeats, "prefill": repeats + 1}.get(task, 2) * len(chosen)
     with progress.feeding(runs * sum(lengths) * batch) as advance:
@@ -208,8 +210,9 @@ def filters(
 
 
 @app.command(
+    rich_help_panel=LEARNT,
     epilog="Examples:   kvlab calibrate   |   kvlab calibrate ./my-model --out my.safetensors   |   "
-    "kvlab eval needle --storage kvtc-2:smollm2-135m-kvtc.safetensors"
+    "kvlab eval needle --storage kvtc-2:smollm2-135m-kvtc.safetensors",
 )
 def calibrate(
     model: Annotated[str, typer.Argument(help="Name, folder, GGUF file or Hugging Face id.")] = "smollm2-135m",
@@ -229,6 +232,40 @@ def calibrate(
     lm = models.load(model)
     found = measure(lm, tokens, documents, seed)
     typer.echo(found.save(out or Path(re.sub(r"[^\w.-]+", "-", lm.name) + "-kvtc.safetensors")))
+
+
+@app.command(
+    rich_help_panel=LEARNT,
+    epilog="Examples:   kvlab surrogate   |   kvlab surrogate gemma-3-270m   |   "
+    "kvlab surrogate ./my-model --out my-model.safetensors",
+)
+def surrogate(
+    model: Annotated[str, typer.Argument(help="Name, folder, GGUF file or Hugging Face id.")] = "smollm2-135m",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="The safetensors file (default: MODEL-surrogate.safetensors here).", show_default=False
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of each text.")] = 1000,
+    documents: Annotated[int, typer.Option("--documents", min=1, help="Number of texts.")] = 20,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the choice of texts.")] = 0,
+    ridge: Annotated[float, typer.Option("--ridge", min=0, help="Penalty of the squared weights.")] = 1.0,
+    held_out: Annotated[
+        str, typer.Option("--held-out", help="Documents to measure R^2 on, with commas between them.")
+    ] = "sotu/1962,squad/Oxygen",
+) -> None:
+    """Train a linear map from hidden states to log KVzip+ scores, layer by layer; kvzap uses the result."""
+    options.check_out(out)
+    from kvlab.inputs import corpus, models
+    from kvlab.traces.surrogate_training import train
+
+    judged = corpus.documents(options.names(held_out)) if held_out else []
+    lm = models.load(model)
+    found = train(lm, tokens, documents, seed, ridge, held_out=judged)
+    for document, r2 in found.about.r2.items():
+        typer.echo(f"R^2 on {document}, mean over layers and KV heads: {r2:.3f}")
+    typer.echo(found.save(out or Path(re.sub(r"[^\w.-]+", "-", lm.name) + "-surrogate.safetensors")))
 
 
 @app.command(epilog="Examples:   kvlab pages   |   kvlab pages --only snapkv,h2o --out my-pages")

@@ -134,7 +134,8 @@ def eval_(
         database.ensure_store()  # refused before the answers are computed
     lm, answers = models.load(model, device, dtype), []
     for each in plans:
-        plan = replace(each, policies=tuple(shipped_tables.with_shipped(lm, policy) for policy in each.policies))
+        meant = [one for one in each.policies if policies != "all" or shipped_tables.served(lm, one)]
+        plan = replace(each, policies=tuple(shipped_tables.with_shipped(lm, policy) for policy in meant))
         path = out or project.root() / "eval" / f"{plan.task.name}.jsonl"
         with progress.counting(plan.task.name) as advance:
             made = evaluate.run(lm, plan, path, advance)

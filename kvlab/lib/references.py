@@ -164,6 +164,13 @@ PAPERS = {
         2025,
         "2509.05165",
     ),
+    "kvzap": Paper(
+        "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning",
+        "Jégou and Jeblick",
+        2026,
+        "2601.07891",
+        "https://github.com/NVIDIA/kvpress",
+    ),
     "kvzip": Paper(
         "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
         "Kim et al.",

@@ -56,6 +56,9 @@ class Attending:
         if needs.pre_queries:
             assert call.pre_rope is not None, "queries before RoPE are asked for"
             layer.before_rope.add(call.pre_rope, None)
+        if needs.hidden:
+            assert call.hidden is not None, "hidden states are asked for"
+            layer.hidden.add(call.hidden[:, None], None)
         if needs.rotation:
             layer.rotation = self._rotations.of(call)
 

@@ -170,7 +170,9 @@ class LiveCache(DynamicCache):
             cache.layers[number] = adapter.copy_layer(layer)
         for new, old in zip(cache.compressed, self.compressed, strict=True):
             new.softmax, new.rotation = old.softmax, old.rotation
-            new.observed, new.before_rope = old.observed.copy(), old.before_rope.copy()
+            new.observed, new.before_rope, new.hidden = (
+                seen.copy() for seen in (old.observed, old.before_rope, old.hidden)
+            )
             for group in old.groups:
                 store = LayerStore(group.store.keys, group.store.values, latent=group.store.latent)
                 store.layers = group.store.layers

@@ -52,6 +52,7 @@ class LiveLayer(DynamicLayer):
         latent: as in `LayerStore`; what transformers appends and reads are then latents and rotary parts.
         observed: the last queries.
         before_rope: those of the whole prompt before RoPE, until it has ended, where the policy asks for them.
+        hidden: what the layer's attention was given, `[batch, 1, n, width]`, in the same way.
         rotation: how the layer turns queries and keys, where the policy asks; None of a way unknown to kvlab.
     """
 
@@ -64,7 +65,7 @@ class LiveLayer(DynamicLayer):
         self.belong(cache)
         self.softmax, self.latent = softmax, latent
         self.groups: list[Group] = []
-        self.observed, self.before_rope = Observed(), Observed()
+        self.observed, self.before_rope, self.hidden = Observed(), Observed(), Observed()
         self.rotation: Rotation | None = None
 
     def belong(self, cache: Holder) -> None:
@@ -80,6 +81,7 @@ class LiveLayer(DynamicLayer):
     def forget(self) -> None:
         self.observed.forget()
         self.before_rope.forget()
+        self.hidden.forget()
 
     def begin(self, keys: Tensor, values: Tensor, index: int) -> LayerStore:
         """Store the beginning of a prompt; `index` is where the layer stands among the compressed ones."""
@@ -225,6 +227,7 @@ class LiveLayer(DynamicLayer):
     def _select(self, rows: Tensor) -> None:
         self.observed.select(rows)
         self.before_rope.select(rows)
+        self.hidden.select(rows)
 
     def crop(self, tokens_to_remove: int) -> None:
         n = abs(tokens_to_remove)
@@ -236,6 +239,7 @@ class LiveLayer(DynamicLayer):
                 group.shadow.store.truncate(group.shadow.store.length - n)
         self.observed.crop(n)
         self.before_rope.crop(n)
+        self.hidden.crop(n)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         raise NotImplementedError("the cache repeats its layers")

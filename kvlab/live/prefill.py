@@ -25,6 +25,7 @@ from kvlab.lib.devices import outside_autocast
 from kvlab.live import passes
 from kvlab.live.attention_step import ACCUMULATED
 from kvlab.live.cache import LiveCache
+from kvlab.live.layer import LiveLayer
 from kvlab.live.row_groups import Group
 from kvlab.live.shared_findings import once, scores_of, tokens_of
 from kvlab.methods import Policy, Prompt
@@ -95,6 +96,7 @@ class Prefill:
             contract.check_stored_budget(policy, stores)
         for layer in cache.compressed:
             layer.before_rope.forget()
+            layer.hidden.forget()
             if self._turns == "leave" or policy.needs.queries is None:
                 layer.forget()
         cache.ended, cache.ended_at, cache.memory = True, cache.seen, None
@@ -127,6 +129,7 @@ class Prefill:
             before = store.keys[:, :, :0] if before is None else group.of(before)
             before = before[:, :, max(before.shape[2] - store.length, 0) :]
             self._check_all(before.shape[2], store.length)
+        hidden = self._hidden(layer, group) if self._policy.needs.hidden else None
         accumulated = None
         if store.has_column(ACCUMULATED):
             accumulated = store.remove_column(ACCUMULATED).transpose(2, 3).flatten(1, 2)
@@ -149,6 +152,7 @@ class Prefill:
             projections=self._projections(cache, index, len(store.keys)),
             rotations=self._rotations(cache, index, number),
             pre_queries=before,
+            hidden=hidden,
             repeated=repeated[index] if repeated else None,
             origin=partial(self._origin, cache, group),
             shared=once(cache.memory, ("shared", number, index, self._max_new_tokens, pseudo_tokens), dict),
@@ -156,6 +160,24 @@ class Prefill:
             seen=store.seen,
             lossy=group.lossy,
         ).seen_by(self._policy)
+
+    def _hidden(self, layer: LiveLayer, group: Group) -> Tensor:
+        """Hidden states `[rows, length, width]` of a group's prompts in one layer.
+
+        Raises:
+            KvlabError: the policy looks at those of every token, and some were not fed inside the session.
+        """
+        states, length = layer.hidden.queries, group.store.length
+        states = group.store.keys[:, :1, :0] if states is None else group.of(states)
+        states = states[:, 0, max(states.shape[2] - length, 0) :]
+        known = states.shape[1]
+        if known < length and self._judges(length):
+            raise KvlabError(
+                f"{self._policy.name} reads the hidden state of every token of its prompt, and after an earlier turn "
+                f"or a cache that was handed in only {known} of {length} are known; store later turns whole "
+                "(turns='leave'), or begin anew"
+            )
+        return states
 
     def _origin(self, cache: LiveCache, group: Group) -> tuple[Tensor | None, str]:
         """The token ids of a group's sequences without their padding, and the model's name."""

@@ -104,7 +104,7 @@ class Session:
     def __enter__(self) -> Session:
         with ExitStack() as stack:
             before_rope = self._reports.needs_pre_rope or self.policy.needs.before_rope
-            stack.enter_context(hooks.hooked(self.model, self._attend, before_rope, self.policy.needs.hidden))
+            stack.enter_context(hooks.hooked(self.model, self._attend, before_rope, self.policy.needs.hidden_in_passes))
             stack.enter_context(generating(self.model, self._generations))
             stack.callback(self.model.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             stack.callback(self.model.register_forward_hook(self._after, always_call=True).remove)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from pydantic import model_validator
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvlab.core import ranking
@@ -18,10 +17,11 @@ from kvlab.core.slots import EMPTY, described, fault
 from kvlab.core.storage import alike
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError
-from kvlab.lib.files import expanded, why
+from kvlab.methods._base import tensor_files
 from kvlab.methods._base.needs import Needs
 from kvlab.methods._base.policy import Policy
 from kvlab.methods._base.prompt import Prompt
+from kvlab.methods._base.tensor_files import alike
 
 FORMAT = "kvlab-sets-1"
 
@@ -157,16 +157,7 @@ def read(path: str | Path) -> Sets:
     Raises:
         KvlabError: there is no such file, or its content is not right.
     """
-    path = expanded(path)
-    try:
-        content = hashlib.sha256(path.read_bytes()).hexdigest()
-        with safe_open(path, "pt") as file:
-            about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
-    except (OSError, ValueError) as error:
-        raise KvlabError(f"cannot read {path}: {why(error).lower()}") from None
-    except SafetensorError:
-        raise KvlabError(f"{path} is no file of retained sets; docs/record_sets.py writes one") from None
+    tensors, about, content = tensor_files.read(path, "retained sets; docs/record_sets.py writes one")
     wrong = _fault(tensors, about)
     if wrong:
         raise KvlabError(f"{path} is no file of retained sets: {wrong}")

@@ -73,6 +73,9 @@ def check(trace: Any) -> None:
     found = trace.projections
     if found is not None and (found.dim() != 3 or found.shape[::2] != (layers, heads * head_dim)):
         raise KvlabError(f"projections {tuple(found.shape)} are not [{layers}, hidden, {heads * head_dim}]")
+    found = trace.hidden
+    if found is not None and (found.dim() != 3 or found.shape[:2] != (layers, trace.prompt_length)):
+        raise KvlabError(f"hidden {tuple(found.shape)} is not [{layers}, {trace.prompt_length}, width]")
     if trace.nll is not None and (trace.nll.dim() != 1 or len(trace.nll) >= trace.prompt_length):
         raise KvlabError(f"nll {tuple(trace.nll.shape)} is not that of tokens of a prompt of {trace.prompt_length}")
     if (found := trace.chosen) is not None and (found.dim() != 3 or found.shape[:2] != (layers, trace.steps)):

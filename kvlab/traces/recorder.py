@@ -33,6 +33,9 @@ def shapes(lm: LM, plan: Recording) -> Shapes:
     entries = (len(modules), kv_heads, len(plan.ids) + plan.new_tokens, head_dim), lm.dtype
     queries = (len(modules), heads, plan.window + plan.new_tokens, head_dim), lm.dtype
     found: Shapes = {"keys": entries, "values": entries, "queries": queries, "pre_queries": queries}
+    if plan.hidden:
+        width = hookable.text_config(lm.model).hidden_size
+        found["hidden"] = (len(modules), len(plan.ids), width), lm.dtype
     if plan.accumulate:
         found["accumulated"] = (len(modules), heads, len(plan.ids)), torch.float32
     return found
@@ -49,6 +52,7 @@ class Recorder:
             them.
         queries, pre_queries: `[layers, heads, window + response, head_dim]`.
         accumulated: `[layers, heads, prompt]`; None where the plan does not ask for it.
+        hidden: `[layers, prompt, width]`, likewise.
         softmax: what the model makes of its products.
         rotations: how each layer rotates, by its index.
         prefilling: whether what comes is the prompt.
@@ -60,6 +64,7 @@ class Recorder:
         self.keys, self.values = tensors["keys"], tensors["values"]
         self.queries, self.pre_queries = tensors["queries"], tensors["pre_queries"]
         self.accumulated = tensors["accumulated"].zero_() if plan.accumulate else None
+        self.hidden = tensors["hidden"] if plan.hidden else None
         self.layers, self.heads = self.queries.shape[:2]
         pairs = zip(self.keys[:, None], self.values[:, None], strict=True)
         self.stores = [LayerStore.preallocated(keys, values) for keys, values in pairs]
@@ -81,6 +86,9 @@ class Recorder:
         self.softmax = call.softmax
         if self.prefilling:
             self.rotations[call.index] = self._rotations.of(call)
+            if self.hidden is not None:
+                assert call.hidden is not None, "hidden states are asked for"
+                self.hidden[call.index, seen - n : seen] = call.hidden[0]
         if call.sinks is not None:
             self._sinks[call.index] = call.sinks
         if call.chosen is not None and not self.prefilling:

@@ -70,6 +70,7 @@ class Recording:
         pseudo: token ids by the key that a policy asks for.
         drafts: answers that are drafted, and how many tokens each has.
         projection: whether the output projections are recorded.
+        hidden: whether the prompt's hidden states are recorded, as each layer's attention is given them.
         repeats: what is fed to have the model repeat its prompt, for each repetition.
         response: token ids to feed instead of the greedy ones; None for these.
         chunk: tokens of the prompt that are fed at once.
@@ -84,6 +85,7 @@ class Recording:
     pseudo: dict[str, Tensor]
     drafts: dict[Draft, int]
     projection: bool
+    hidden: bool
     repeats: dict[Repetition, list[Part]]
     response: Tensor | None
     chunk: int
@@ -163,6 +165,7 @@ def planned(
         pseudo=extra,
         drafts=drafts,
         projection=needs.projection,
+        hidden=needs.hidden,
         repeats=repeats,
         response=response,
         chunk=chunk,

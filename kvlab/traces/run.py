@@ -144,7 +144,7 @@ def _in_file(lm: LM, plan: Recording, chat: str | bool, path: Path) -> Trace:
 def _run(lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor]) -> Trace:
     """Prefill, pseudo-queries on top of it, and the response token by token; `tensors` are what is recorded into."""
     recorder = Recorder(lm, plan, tensors)
-    with hooks.hooked(lm.model, recorder):
+    with hooks.hooked(lm.model, recorder, hidden=plan.hidden):
         logits, nll = prefill(lm, plan.ids, recorder.cache, plan.chunk, plan.likelihoods)
     recorder.prefilling = False
     pseudo = pseudo_queries_by_key(lm, recorder.cache, plan.pseudo, len(plan.ids))
@@ -169,6 +169,7 @@ def _run(lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor
         prompt_length=len(plan.ids),
         pseudo=pseudo,
         accumulated=recorder.accumulated,
+        hidden=recorder.hidden,
         ids=torch.cat([plan.ids, *[token[None] for token in fed]]),
         nll=nll,
         scaling=recorder.softmax.factor,

@@ -51,6 +51,7 @@ class Trace:
         pre_queries: as `queries`, before RoPE (after q-norm); None where not recorded.
         pseudo: `[layers, heads, m, head_dim]` pseudo-queries by the key that a policy asks for.
         accumulated: `[layers, heads, prompt]`, attention summed over all prompt queries; None where not asked for.
+        hidden: `[layers, prompt, width]`, what enters each layer's attention; None where not asked for.
         ids: int64 `[prompt + response]` token ids.
         nll: `[n]`, what the model thought of the prompt's last n tokens: their negative log-likelihoods, in nats.
         scaling: factor of the logits.
@@ -77,6 +78,7 @@ class Trace:
     pre_queries: Tensor | None = None
     pseudo: dict[str, Tensor] = field(default_factory=dict)
     accumulated: Tensor | None = None
+    hidden: Tensor | None = None
     ids: Tensor | None = None
     nll: Tensor | None = None
     scaling: float | None = None
@@ -113,6 +115,7 @@ class Trace:
         projections: Tensor | None = None,
         rotations: Sequence[Rotation] | None = None,
         pre_queries: Tensor | None = None,
+        hidden: Tensor | None = None,
         ids: Tensor | None = None,
     ) -> Trace:
         """A trace from tensors that were captured elsewhere.
@@ -128,6 +131,7 @@ class Trace:
             projections: `[layers, hidden, heads x head_dim]`, for policies that look at projected values.
             rotations, pre_queries: how each layer turns by position, and the queries before that, of the shape of
                 `queries`, for policies that look at these.
+            hidden: `[layers, prompt, width]`, for policies that look at hidden states.
             ids: int64 `[tokens]`, the tokens themselves, which `kvlab.explore` shows.
 
         Raises:
@@ -148,6 +152,7 @@ class Trace:
             projections=projections,
             rotations=None if rotations is None else tuple(rotations),
             pre_queries=pre_queries,
+            hidden=hidden,
             ids=None if ids is None else ids.cpu(),
         )
         check(made)
@@ -235,6 +240,7 @@ class Trace:
             projections=self.model_projections if self.projections is None else list(self.projections),
             rotations=self.rotations,
             pre_queries=None if pre is None else pre[:, :, :before],
+            hidden=self.hidden,
             repeated=self.repeated,
             response=self.response_queries if self.steps else None,
             origin=partial(_origin, self.ids, self.prompt_length, self.meta.get("model", "")),
@@ -333,7 +339,7 @@ class Trace:
     def _tensors(self) -> dict[str, Tensor]:
         named = {"queries": self.queries, "keys": self.keys, "values": self.values}
         named |= {"pre_queries": self.pre_queries, "accumulated": self.accumulated, "ids": self.ids, "nll": self.nll}
-        named |= {"sinks": self.sinks, "projections": self.projections, "chosen": self.chosen}
+        named |= {"sinks": self.sinks, "projections": self.projections, "chosen": self.chosen, "hidden": self.hidden}
         named |= {f"{name}/{key}": tensor for name in _BY_KEY for key, tensor in getattr(self, name).items()}
         return {key: tensor for key, tensor in named.items() if tensor is not None}
 
@@ -342,7 +348,8 @@ class Trace:
         header = {"format": FORMAT, "prompt_length": self.prompt_length, "scaling": self.scaling, "meta": self.meta}
         if self.rotations is not None:
             header |= {"rotations": [None if turn is None else asdict(turn) for turn in self.rotations]}
-        if self.layout.mixed or not self.softmax.plain or self.projections is not None or self.repeated:
+        more = self.projections is not None or self.hidden is not None or self.repeated
+        if self.layout.mixed or not self.softmax.plain or more:
             header |= {"format": MIXED, "softcap": self.softcap, "layout": asdict(self.layout)}
         if self.latent:
             header |= {"latent": self.latent, "format": MIXED}
@@ -412,7 +419,18 @@ class Trace:
 
 
 # Those that move with a trace, besides those by key.
-_TENSORS = ("queries", "keys", "values", "pre_queries", "accumulated", "nll", "sinks", "projections", "chosen")
+_TENSORS = (
+    "queries",
+    "keys",
+    "values",
+    "pre_queries",
+    "accumulated",
+    "nll",
+    "sinks",
+    "projections",
+    "chosen",
+    "hidden",
+)
 
 _BY_KEY = ("pseudo", "repeated")
 

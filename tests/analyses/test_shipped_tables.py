@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import re
 
+import pandas as pd
 import pytest
+from support.commands import call
 from support.paths import ROOT
+from support.refusals import one_sentence
+from support.surrogates import shipped_for
 
 import kvlab
 from kvlab.analyses import shipped_tables
+from kvlab.analyses.stand_ins import cells
+from kvlab.analyses.tasks import contenders
 from kvlab.compile.contexts import HELD_APART
 from kvlab.methods._base import lookup
 from kvlab.methods._base.lookup import DecisionTables, HeadScores
@@ -146,3 +152,27 @@ def test_the_policy_finds_the_tables_of_a_model_by_name(lm):
         lm.model.generate(ids, max_new_tokens=2, do_sample=False)
     sizes = [session.kept_after_prefill(layer).shape[1] for layer in range(30)]
     assert max(sizes) <= 64 and min(sizes) >= 1
+
+
+def test_a_model_without_a_surrogate_is_refused_before_it_runs_and_left_out_of_all(tiny, monkeypatch):
+    given, named = kvlab.policy("kvzap", budget=20), kvlab.policy("snapkv", budget=40)
+    assert shipped_tables.with_shipped(tiny(), given) == given
+    monkeypatch.setattr("kvlab.methods.kvzap.shipped_for", shipped_for)
+    with one_sentence("no surrogate comes with kvlab for random:tiny-llama-gqa"):
+        shipped_tables.with_shipped(tiny(), given)
+    assert not shipped_tables.served(tiny(), given) and shipped_tables.served(tiny(), named)
+    assert set(kvlab.policies()) - set(contenders.named(["all"], tiny())) == {"kvzap"}
+    assert set(cells.budgeted(["all"])) - set(cells.budgeted(["all"], tiny())) == {"kvzap"}
+    assert "kvzap" in contenders.named(["all", "kvzap"], tiny())
+
+
+def test_a_bench_of_all_on_random_weights_leaves_kvzap_out(capsys, monkeypatch):
+    met = []
+    monkeypatch.setattr(
+        "kvlab.bench.timing.measure", lambda task, model, chosen, *_: met.append(chosen) or pd.DataFrame()
+    )
+    monkeypatch.setattr("kvlab.bench.timing.show", lambda *_: None)
+    for named in ("all", "all,kvzap"):
+        assert call(capsys, "bench", "decode", "--shape", "tiny-llama-gqa", "--policies", named)[0] == 0
+    assert [sum(one.name == "kvzap" for one in chosen) for chosen in met] == [0, 1]
+    assert len(met[0]) == len(met[1]) - 1 == len(kvlab.policies())

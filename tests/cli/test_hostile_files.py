@@ -160,6 +160,7 @@ HEADER = {"format": "kvlab-trace-1", "prompt_length": 6, "scaling": None, "meta"
         ({}, {"nll": torch.zeros(3, 3)}),
         ({}, {"pre_queries": torch.zeros(1, 1, 1, 1)}),
         ({}, {"accumulated": torch.zeros(2, 4, 9)}),
+        ({}, {"hidden": torch.zeros(2, 9, 8)}),
         ({}, {"pseudo/../../x": torch.zeros(2)}),
         ({}, {"evil": torch.ones(1)}),
     ],

@@ -151,7 +151,7 @@ def test_exact_topk_for_each_query_head_stores_no_more_in_a_live_run(tiny):
 
 PREFILL_ONLY = ["random", "snapkv", "pyramidkv", "zigzagkv", "dynamickv", "lacache", "dapq", "snapkv_pp", "compilerkv"]
 PREFILL_ONLY += ["knorm", "keydiff", "lagkv", "adakv", "chunkkv", "criticalkv", "expected_attention", "leverage"]
-PREFILL_ONLY += ["chain", "layered", "rerotated", "cake", "compactor", "criticaladakv", "curdkv", "qfilters"]
+PREFILL_ONLY += ["chain", "layered", "rerotated", "cake", "compactor", "criticaladakv", "curdkv", "qfilters", "kvzap"]
 
 
 @pytest.mark.parametrize("name", PREFILL_ONLY)

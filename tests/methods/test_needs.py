@@ -33,7 +33,7 @@ class Greedy(kvlab.Policy):
     minimum = 3  # pyright: ignore
     from_files = "a file"  # pyright: ignore
     needs = Needs(  # pyright: ignore
-        projection=True, rotation=True, pre_queries=True, repetitions=(REPETITION,), origin=True
+        projection=True, rotation=True, pre_queries=True, hidden=True, repetitions=(REPETITION,), origin=True
     )
 
     def pseudo_tokens(self, prompt, vocabulary, encode):
@@ -46,6 +46,7 @@ class Greedy(kvlab.Policy):
         weights = torch.stack([weight.float().norm() for weight in prompt.projection(self)])
         assert len(prompt.rotation(self)) == prompt.rows
         assert prompt.origin(self)[0].shape[1] == prompt.length
+        asking = asking + prompt.hidden(self).square().mean((1, 2))
         return scores + (asking + weights)[:, None, None]
 
     def choose(self, prompt, budget):

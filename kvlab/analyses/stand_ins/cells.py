@@ -31,7 +31,7 @@ from kvlab.core.storage import AS_IS
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.lib import progress_bars
-from kvlab.methods import Policy, policies
+from kvlab.methods import Policy
 from kvlab.methods.full import Full
 from kvlab.replays.run import replay
 from kvlab.traces import shared
@@ -66,14 +66,17 @@ class Prompt:
     continuation: Tensor | None = None
 
 
-def budgeted(names: Sequence[str] = ("all",)) -> list[str]:
+def budgeted(names: Sequence[str] = ("all",), lm: LM | None = None) -> list[str]:
     """The policies that keep or read no more entries than a budget: "all" of them, "quick" for those that cost little,
     or by name.
+
+    Args:
+        lm: as `named` takes it.
 
     Raises:
         KvlabError: an unknown policy, or one that reads every entry.
     """
-    every = [name for name in policies() if name not in WHOLE]
+    every = [name for name in named(["all"], lm) if name not in WHOLE]
     sets = {"all": every, "quick": [name for name in every if name not in LEFT_OUT]}
     chosen = list(dict.fromkeys(each for name in names for each in sets.get(name, [name])))
     if whole := [name for name in chosen if name in WHOLE]:

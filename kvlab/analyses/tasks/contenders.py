@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from kvlab.analyses import shipped_tables
 from kvlab.analyses.tasks.variants import VARIANTS
 from kvlab.errors import KvlabError, nearest
 from kvlab.methods import Policy, has_budget, policies, policy
+
+if TYPE_CHECKING:
+    from kvlab.inputs.models import LM
 
 LEFT_OUT = (
     "attention_matching",
@@ -18,6 +23,7 @@ LEFT_OUT = (
     "curdkv",
     "decoding",
     "kvcompose",
+    "kvzap",
     "kvzip",
     "laq",
     "layered",
@@ -33,13 +39,17 @@ LEFT_OUT = (
 """What "quick" leaves out: what makes traces larger or captures slower, or was added when the others were enough."""
 
 
-def named(names: Sequence[str] = ("quick",)) -> list[str]:
+def named(names: Sequence[str] = ("quick",), lm: LM | None = None) -> list[str]:
     """Policies by name, where "all" stands for every one, and "quick" for those that cost little besides the others.
+
+    Args:
+        lm: a model that has to have what each policy of "all" cannot do without.
 
     Raises:
         KvlabError: an unknown name.
     """
-    sets = {"all": policies(), "quick": [name for name in policies() if name not in LEFT_OUT]}
+    every = [name for name in policies() if lm is None or shipped_tables.served(lm, contender(name, 1.0))]
+    sets = {"all": every, "quick": [name for name in policies() if name not in LEFT_OUT]}
     known = [*sets, *policies()]
     for name in names:
         if name not in known:

@@ -53,6 +53,7 @@ class Needs:
         projection: the output projections of the layers (`Prompt.projection`).
         rotation: how each layer turns queries and keys by their positions (`Prompt.rotation`).
         pre_queries: the queries of the whole prompt before RoPE (`Prompt.pre_queries`).
+        hidden: the hidden states that enter each layer's attention (`Prompt.hidden`).
         repetitions: scores of passes in which the model repeats its prompt (`Prompt.repeated`).
         response: the queries of the response (`Prompt.response`), which only a replay knows.
         origin: the prompt's token ids and the model's name (`Prompt.origin`).
@@ -71,6 +72,7 @@ class Needs:
     projection: bool = False
     rotation: bool = False
     pre_queries: bool = False
+    hidden: bool = False
     repetitions: tuple[Repetition, ...] = ()
     response: bool = False
     origin: bool = False
@@ -114,9 +116,9 @@ class Needs:
         return self.rotation or self.pre_queries
 
     @property
-    def hidden(self) -> bool:
-        """Whether what the layers' projections are given has to be seen in passes on top of the prompt."""
-        return any(repetition.plus for repetition in self.repetitions)
+    def hidden_in_passes(self) -> bool:
+        """Whether what the layers' projections are given has to be seen, in the prompt or in passes on top of it."""
+        return self.hidden or any(repetition.plus for repetition in self.repetitions)
 
     @property
     def positions(self) -> bool:

@@ -293,6 +293,7 @@ class Policy(Parameters, metaclass=Declaring):
         projection: Tensor | None = None,
         rotation: Rotation | None = None,
         pre_queries: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """The prefill decision of one layer.
 
@@ -306,6 +307,7 @@ class Policy(Parameters, metaclass=Declaring):
             projection: `[hidden, heads x head_dim]`, the layer's output projection W_o (the weight of its o_proj).
             rotation: how the layer turns queries and keys by their positions.
             pre_queries: `[batch, heads, length, head_dim]`, the queries of the whole prompt before RoPE.
+            hidden: `[batch, length, width]`, the hidden states that the layer's attention is given.
 
         Returns:
             int64 `[batch, kv_heads, kept]` (`[batch, heads, kept]` of a policy that keeps a set for each query head),
@@ -325,7 +327,7 @@ class Policy(Parameters, metaclass=Declaring):
             raise KvlabError(
                 f"layer {layer} is outside 0 .. n_layers - 1 = {n_layers - 1}; give the number of layers as n_layers="
             )
-        check_shapes(queries, keys, values, pseudo, accumulated, projection, pre_queries)
+        check_shapes(queries, keys, values, pseudo, accumulated, projection, pre_queries, hidden)
         need = self.needs.window(keys.shape[2])
         if queries.shape[2] < need:
             raise KvlabError(f"{self.name} looks at the last {need} prompt queries and got {queries.shape[2]}")
@@ -342,6 +344,7 @@ class Policy(Parameters, metaclass=Declaring):
             projections=None if projection is None else [projection] * rows,
             rotations=None if rotation is None else [rotation] * rows,
             pre_queries=pre_queries,
+            hidden=hidden,
         )
         kept = self.prefill(prompt.seen_by(self)).contiguous()
         if self.needs.chooses and n_layers == 1 and kept.shape[2] < prompt.length:

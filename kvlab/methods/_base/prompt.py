@@ -45,6 +45,7 @@ class Prompt:
         projections: the output projection of each row's layer, `[hidden, heads x head_dim]`, wherever they lie.
         rotations: how each row's layer turns queries and keys; None of one that turns in a way unknown to kvlab.
         pre_queries: `[rows, heads, n, head_dim]`, of the last n prompt positions, before RoPE.
+        hidden: `[rows, n, width]`, hidden states of the last n prompt positions, as each row's attention is given them.
         repeated: `[rows, kv_heads, length]`, scores of passes that repeat the prompt, by the key of each repetition.
         response: `[rows, heads, steps, head_dim]`, post-RoPE queries of the response; None where there is none yet.
         origin: gives the token ids `[rows or 1, length]`, None where they are unknown, and the model's name.
@@ -77,6 +78,7 @@ class Prompt:
         projections: Sequence[Tensor] | None = None,
         rotations: Sequence[Rotation | None] | None = None,
         pre_queries: Tensor | None = None,
+        hidden: Tensor | None = None,
         repeated: Mapping[str, Tensor] | None = None,
         response: Tensor | None = None,
         origin: Callable[[], tuple[Tensor | None, str]] | None = None,
@@ -90,7 +92,7 @@ class Prompt:
         self.layers, self.n_layers = layers, n_layers
         self._pseudo, self._accumulated, self._perplexity = pseudo, accumulated, perplexity
         self._projections, self._rotations, self._pre_queries = projections, rotations, pre_queries
-        self._repeated, self._response, self._origin = repeated or {}, response, origin
+        self._hidden, self._repeated, self._response, self._origin = hidden, repeated or {}, response, origin
         self.max_new_tokens, self.scaling = max_new_tokens, Softmax.of(scaling).scaling
         self.plan: Tensor | None = None
         every = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
@@ -267,6 +269,16 @@ class Prompt:
             )
         return self._pre_queries
 
+    def hidden(self, policy: Asks) -> Tensor:
+        """The hidden states of all prompt tokens that enter each row's attention, `[rows, length, width]`."""
+        self._needed("hidden", "hidden states")
+        if self._hidden is None or self._hidden.shape[1] < self.length:
+            raise KvlabError(
+                f"{policy.name} needs the hidden states of the whole prompt: capture with policies=[{policy.name!r}], "
+                "or pass hidden= to keep()"
+            )
+        return self._hidden
+
     def repeated(self, policy: Asks, repetition: Repetition) -> Tensor:
         """Scores of the pass that repeats the prompt, `[rows, kv_heads, length]`."""
         asks = self._policy is None or repetition in self._policy.needs.repetitions
@@ -300,11 +312,16 @@ class Prompt:
             )
         return ids, model
 
+    def model(self, policy: Asks) -> str:
+        """The model's name, empty where it has none."""
+        self._needed("origin", "the model's name")
+        return "" if self._origin is None else self._origin()[1]
+
     def check_inputs(self, policy: Asks) -> None:
         """Raise KvlabError where something is missing that `policy` needs of the model or of the response."""
         needs = policy.needs
-        wanted = needs.projection, needs.rotation, needs.pre_queries, needs.response
-        looks = self.projection, self.rotation, self.pre_queries, self.response
+        wanted = needs.projection, needs.rotation, needs.pre_queries, needs.hidden, needs.response
+        looks = self.projection, self.rotation, self.pre_queries, self.hidden, self.response
         for asked, look in zip(wanted, looks, strict=True):
             if asked:
                 look(policy)

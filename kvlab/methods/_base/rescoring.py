@@ -122,6 +122,7 @@ def _reasons(inner: Policy, needs: Needs) -> list[tuple[str, bool]]:
         ("has the model repeat its prompt, which no decoding step does", bool(needs.repetitions)),
         ("looks at every query of the prompt, and a response has others", needs.queries is None or needs.accumulated),
         ("looks at queries before RoPE, which no decoding step is shown", needs.pre_queries),
+        ("looks at hidden states, which no decoding step is shown", needs.hidden),
         ("looks at the prompt's perplexity, which a response changes", needs.perplexity > 0),
         ("needs the output projections, which no decoding step is shown", needs.projection),
         ("needs the model's rotations, which no decoding step is shown", needs.rotation),

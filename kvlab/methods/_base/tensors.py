@@ -14,6 +14,7 @@ def check_shapes(
     accumulated: Tensor | None,
     projection: Tensor | None,
     pre_queries: Tensor | None,
+    hidden: Tensor | None,
 ) -> None:
     """Refuse tensors of one layer that do not fit together, naming the one that is wrong."""
     shapes = {"queries": "[batch, heads, n, head_dim]", "keys": "[batch, kv_heads, length, head_dim]"}
@@ -59,7 +60,11 @@ def check_shapes(
             f"pre_queries must be [batch, heads, length, head_dim] = {[batch, heads, length, head_dim]}, and is "
             f"{list(pre_queries.shape)}"
         )
-    more = {"accumulated": accumulated, "projection": projection, "pre_queries": pre_queries}
+    if hidden is not None and (hidden.dim() != 3 or tuple(hidden.shape[:2]) != (batch, length)):
+        raise KvlabError(
+            f"hidden must be [batch, length, width] = [{batch}, {length}, width], and is {list(hidden.shape)}"
+        )
+    more = {"accumulated": accumulated, "projection": projection, "pre_queries": pre_queries, "hidden": hidden}
     for name, tensor in (by_name | more).items():
         if tensor is not None and not bool(torch.isfinite(tensor).all()):
             raise KvlabError(f"{name} holds values that are not finite (NaN or infinity); they must all be numbers")

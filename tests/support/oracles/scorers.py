@@ -291,3 +291,16 @@ def oracle_qfilters(queries, keys, budget):
         mean = sum(main_direction(queries[head]) for head in members) / len(members)
         sets.append(top_positions([key @ mean for key in keys[group]], budget))
     return sets
+
+
+def oracle_kvzap(hidden, weight, bias, budget, window, sinks, at=None):
+    """Tokens of one layer by a linear map of their hidden states; the first stay, and the latest, but not as more than
+    half of the rest (rounded up).
+    """
+    sets = []
+    for own, constant in zip(weight, bias):
+        scores = [sum(w * x for w, x in zip(own, state)) + constant for state in hidden]
+        for place in [*range(sinks), *range(-min(window, (budget - sinks + 1) // 2), 0)]:
+            scores[place] = np.inf
+        sets.append([p for p in top_positions(scores, budget) if at is None or scores[p] >= at])
+    return sets
