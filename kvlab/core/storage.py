@@ -98,7 +98,8 @@ class Storage:
             half.check(head_dim, device, model)
         learnt = self.calibration
         if learnt is not None and not alike(learnt.model, model):
-            raise KvlabError(f"{self.name} was calibrated for {learnt.model}, and this model is {model}; {AGAIN}")
+            name = Path(model).name
+            raise KvlabError(f"{self.name} was calibrated for {learnt.model}, and this model is {name}; {AGAIN}")
         if learnt is not None and learnt.shape[2] != head_dim:
             raise KvlabError(f"{self.name} is for heads of {learnt.shape[2]} channels, not of {head_dim}; {AGAIN}")
         if learnt is not None and device.type != "cpu":
