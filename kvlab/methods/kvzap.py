@@ -7,6 +7,7 @@ from pydantic import Field, FiniteFloat, PrivateAttr, model_validator
 from torch import Tensor
 
 from kvlab.core import ranking
+from kvlab.core.storage import alike
 from kvlab.errors import KvlabError
 from kvlab.lib.parameters import PathText
 from kvlab.lib.references import PAPERS, Paper
@@ -14,7 +15,6 @@ from kvlab.methods._base.needs import Needs
 from kvlab.methods._base.prompt import Prompt
 from kvlab.methods._base.scorer import Scorer
 from kvlab.methods._base.surrogates import Surrogate, shipped_for
-from kvlab.methods._base.tensor_files import alike
 
 
 class KVzap(Scorer):

@@ -21,7 +21,6 @@ from kvlab.methods._base import tensor_files
 from kvlab.methods._base.needs import Needs
 from kvlab.methods._base.policy import Policy
 from kvlab.methods._base.prompt import Prompt
-from kvlab.methods._base.tensor_files import alike
 
 FORMAT = "kvlab-sets-1"
 

@@ -32,9 +32,3 @@ def read(path: str | Path, title: str) -> tuple[dict[str, Tensor], dict[str, str
     except SafetensorError:
         raise KvlabError(f"{path} is no file of {title}") from None
     return tensors, about, content
-
-
-def alike(one: str, other: str) -> bool:
-    """Whether two names may be of one model: folders apart, one begins as the other does; an empty one may be any."""
-    names = [Path(name).name.lower() for name in (one, other)]
-    return names[0].startswith(names[1]) or names[1].startswith(names[0])
