@@ -14,9 +14,10 @@ from torch import Tensor
 
 from kvlab.core import attention
 from kvlab.core.slots import described
+from kvlab.core.storage import alike
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib.files import expanded, replacing
-from kvlab.methods._base.tensor_files import alike, read
+from kvlab.methods._base.tensor_files import read
 
 FORMAT = "kvlab-surrogate-1"
 SHIPPED_SURROGATES = Path(__file__).parents[1] / "surrogates"
