@@ -24,7 +24,7 @@ from kvlab.workbench import experiments
 from kvlab.workbench.experiments import content_key, notebooks, parameter_values
 from kvlab.workbench.report import runs
 from kvlab.workbench.store import artifacts, findings_files
-from kvlab.workbench.store.tracking import RENDERED, Shown, file_name
+from kvlab.workbench.store.tracking import DESCRIPTION, LONGEST, RENDERED, Shown, file_name, story_of
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -102,13 +102,16 @@ def render(connection: RetryingClient, run: Run) -> Rendered:
             stem = file_name(name)
             return findings_files.read(folder, stem) if f"{stem}{findings_files.SUFFIX}" in saved else None
 
-        for name, shown in _shown(experiment.path, run, load, rendered).items():
+        found = _shown(experiment.path, run, load, rendered)
+        for name, shown in found.items():
             if shown.text is not None:
                 shown.sentences = of_figure(experiment.name, name, run.data.metrics)
             if shown.figure is not None or shown.markdown:
                 shown.log(connection, run.info.run_id)
                 rendered.made.append(name)
         pyplot.close("all")
+    if all(shown.text is not None for shown in found.values()) and (story := story_of(found.values())):
+        connection.set_tag(run.info.run_id, DESCRIPTION, story[:LONGEST])
     connection.set_tag(run.info.run_id, RENDERED, content_key.showing(experiment.path))
     return rendered
 

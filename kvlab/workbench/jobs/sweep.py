@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
@@ -258,7 +259,7 @@ class Sweep:
                 "mlflow.parentRunId": self._parent(job).id,
                 **_model_tags(job.parameters),
             },
-            name=job.name,
+            name=_title(job),
         )
         try:
             self.running.append(self._launch(number, job, run))
@@ -299,7 +300,7 @@ class Sweep:
                 {
                     "kvlab.kind": "sweep",
                     "kvlab.profile": job.profile,
-                    "mlflow.note.content": self.descriptions[job.experiment],
+                    tracking.DESCRIPTION: self.descriptions[job.experiment],
                 },
                 name=f"sweep {job.profile}{label}",
             )
@@ -390,6 +391,13 @@ def _is_key(job: Job) -> bool:
         return content_key.key_now(job.notebook, job.parameters) == job.key
     except (KvlabError, OSError):
         return False
+
+
+def _title(job: Job) -> str:
+    """What MLflow calls the run of a job: experiment, model, and what tells it from the sweep's other jobs."""
+    model = job.parameters.get("model")
+    named = [Path(model).name] if isinstance(model, str) and model not in job.name else []
+    return " · ".join([job.experiment, *named, job.name])
 
 
 def _model_tags(parameters: Mapping[str, Any]) -> dict[str, str]:

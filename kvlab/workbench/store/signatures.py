@@ -30,9 +30,15 @@ def signature(experiment: str, parameters: Mapping[str, Any]) -> str:
 
 def documents(line: str) -> int:
     """How many documents a signature names."""
+    return len(texts(line))
+
+
+def texts(line: str) -> list[tuple[str, str]]:
+    """The documents that a signature names, each with its hash; an empty hash where it has none."""
     parts = line.split("|")
     settings = next((place for place, part in enumerate(parts) if place and re.match(r"\w+\(", part)), 0)
-    return len(parts[1].split()) if settings == 2 else 0
+    named = (part.partition("@") for part in parts[1].split()) if settings == 2 else ()
+    return [(name, digest) for name, _, digest in named]
 
 
 def _signed(name: str, sha256: str | None) -> str:

@@ -11,7 +11,7 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat, cast
@@ -26,6 +26,7 @@ from kvlab.workbench.experiments import content_key
 from kvlab.workbench.experiments.notebook_parameters import parameters as read_parameters
 from kvlab.workbench.experiments.notebook_parameters import shell
 from kvlab.workbench.experiments.notebooks import parameters_of
+from kvlab.workbench.store import showing
 from kvlab.workbench.store.database import client, ensure_store, experiment_id, store_uri
 from kvlab.workbench.store.signatures import signature
 
@@ -49,6 +50,7 @@ SHOWN = 1000  # rows; the page of a run fetches them all
 STORY = "story"  # the folder of what the figures show, in sentences
 BULLET = "- "  # before each sentence on a claim
 PARAMETERS = "parameters"  # the tag with the number of the model's weights
+DESCRIPTION = "mlflow.note.content"
 RENDERED = "kvlab.render"  # the tag with the hash of the code that drew the run's figures
 NONE = "none"  # what a tag says where nothing was measured for a model
 LISTED = "mlflow.loggedArtifacts"  # which JSON files MLflow's UI shows as tables
@@ -103,6 +105,11 @@ class Shown:
                 connection.log_artifacts(run_id, folder, "figures")
         if self.markdown:
             connection.log_text(run_id, self.markdown + "\n", f"{STORY}/{file_name(self.name)}.md")
+
+
+def story_of(shown: Iterable[Shown]) -> str:
+    """All that a run's figures show, in sentences: MLflow's description of the run."""
+    return "\n\n".join(filter(None, (each.markdown for each in shown)))
 
 
 def _display(figure: Figure) -> None:
@@ -169,6 +176,15 @@ class Run:
         for first in range(0, len(entries), BATCH):
             self.client.log_batch(self.id, metrics=entries[first : first + BATCH])
 
+    def _curves(self, points: Sequence[showing.Point]) -> None:
+        """Log curves for MLflow's charts; they are none of the run's `metrics`, which claims are judged by."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        entries = [Metric(point.name, _finite(*point[::2]), now, point.step) for point in points]
+        for first in range(0, len(entries), BATCH):
+            self.client.log_batch(self.id, metrics=entries[first : first + BATCH])
+
     @_one_sentence
     def table(self, name: str, frame: pandas.DataFrame) -> None:
         """Keep a tidy table as tables/NAME.parquet, and for MLflow's UI as NAME.json; of a table with more than SHOWN
@@ -230,6 +246,7 @@ class Run:
             else:
                 table = findings.table
                 self.log(findings.metrics, findings.intervals)
+                self._curves(showing.curves(findings.rows))
             if len(table):
                 self.table(name, table)
             with tempfile.TemporaryDirectory() as folder:
@@ -280,6 +297,16 @@ class Run:
     def tag(self, key: str, value: object) -> None:
         """Set a tag, such as the signature of what was measured."""
         self.client.set_tag(self.id, key, str(value)[:LONGEST])
+
+    @_one_sentence
+    def inputs(self, line: str) -> None:
+        """Say which texts the numbers are of, as MLflow's datasets.
+
+        Args:
+            line: the run's signature.
+        """
+        if texts := showing.datasets(line):
+            self.client.log_inputs(self.id, texts)
 
     def about(self, lm: LM, **chosen: object) -> None:
         """Say in the run's tags which model its numbers are of (hash, number of parameters, type and shape), and on
@@ -335,6 +362,9 @@ class Run:
                 for claim, verdict in zip(chosen, verdicts, strict=True)
             ],
         )
+        if not is_paper:
+            for key, count in showing.verdicts(verdict.verdict for verdict in verdicts).items():
+                self.tag(key, count)
         frame = pandas.DataFrame(rows, columns=["where", "claim", "paper", "here", "low", "high", "verdict"])
         numbers = dict.fromkeys(("paper", "here", "low", "high"), "{:.3g}")
         styler = frame.style.hide(axis="index").set_uuid(f"claims-{file_name(named)}")
@@ -352,7 +382,10 @@ class Run:
         if status == "FINISHED":
             for name, shown in self._shown.items():
                 if shown.sentences != (sentences := self._sentences(name)):
+                    shown.sentences = sentences
                     Shown(name, None, shown.text, sentences).log(self.client, self.id)
+            if story := story_of(self._shown.values()):
+                self.tag(DESCRIPTION, story)
         if not self.attached:
             if self._error and status == "FINISHED":  # a cell failed, was mended by hand, and the notebook went on
                 self.client.delete_tag(self.id, ERROR)
@@ -410,8 +443,10 @@ def start(experiment: str, parameters: Mapping[str, Any] | None = None, **tags: 
         run = Run(client(store_uri()), run_id, experiment, attached=True)
         for key, value in tags.items():
             run.tag(key, value)
+        run.inputs(str(tags["signature"]))
         return run
     run = create_run(client(), experiment, given, {"kvlab.kind": "interactive", **tags}, name=_name(experiment, given))
+    run.inputs(str(tags["signature"]))
     run.watch()
     return run
 
