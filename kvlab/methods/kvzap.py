@@ -28,8 +28,8 @@ class KVzap(Scorer):
 
     Choices: the surrogate is the authors' linear one, a ridge regression; they train a two-layer one as well. kvlab
     evicts when the prompt ends; the authors evict while decoding, too. The first `sinks` tokens stay, as in KVzip; the
-    authors' code of KVzap forces none (`sinks=0`), and in some heads of SmolLM2 KVzip+ scores rank the sink low, since
-    its value is short. Where the budget is small, the window takes at most half of what the sinks leave.
+    authors' code of KVzap forces none (`sinks=0`), and KVzip+ scores rank the sink low in some heads of SmolLM2. Where
+    the budget is small, the window takes at most half of what the sinks leave.
 
     Parameters:
         budget: entries for each layer and KV head, or a fraction of the prompt; 1.0 leaves the choice to `at`.

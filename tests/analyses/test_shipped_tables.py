@@ -18,7 +18,7 @@ from kvlab.analyses.stand_ins import cells
 from kvlab.analyses.tasks import contenders
 from kvlab.compile.contexts import HELD_APART
 from kvlab.methods._base import lookup
-from kvlab.methods._base.lookup import DecisionTables, HeadScores
+from kvlab.methods._base.lookup import DecisionTables, HeadScores, QueryFilters
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_the_default_model_has_both(lm):
     assert "neutral" in shipped_tables.tables_in_words(None) and "first heads" in shipped_tables.heads_in_words(None)
 
 
-@pytest.mark.parametrize("kind", [HeadScores, DecisionTables])
+@pytest.mark.parametrize("kind", [HeadScores, DecisionTables, QueryFilters])
 def test_each_file_is_named_like_its_model_and_says_whose_weights_it_is_of(kind):
     """Loaded by that name, although a name may hold a point."""
     for path in kind.folder.glob("*.json"):
