@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from kvlab.commands import experiments, learning, measuring, scoring, stability, stock, tasks, workspaces
+from kvlab.commands import experiments, exploring, learning, measuring, scoring, stability, stock, tasks, workspaces
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib import environment, extras
 from kvlab.lib.addresses import without_password
@@ -37,7 +37,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # In the order in which `kvlab --help` shows them.
-for group in (stock, workspaces, experiments, stability, measuring, learning, tasks, scoring):
+for group in (stock, workspaces, experiments, stability, exploring, measuring, learning, tasks, scoring):
     app.add_typer(group.app)
 
 

@@ -10,15 +10,16 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvlab.errors import KvlabError, nearest
-from kvlab.lib import extras, progress_bars
+from kvlab.lib import extras, policy_names, progress_bars
 from kvlab.methods import Policy, policies, registry
-from kvlab.render.explorer import choices, query_html, token_html
+from kvlab.render.explorer import choices, page, query_html, token_html
 from kvlab.render.explorer.effects import Picture
 from kvlab.render.explorer.html_medium import LIVE, RED, SHEET
 from kvlab.render.explorer.query_view import Look, Spot
@@ -152,6 +153,44 @@ class Explorer:
         self._redraw()
         if set(SIDES) & set(changes):
             self.look_ahead()
+
+    def save(
+        self,
+        path: str | Path,
+        policies: Sequence[str | Policy] | None = None,
+        budgets: Sequence[int] | None = None,
+    ) -> Path:
+        """Write one HTML file that needs nothing else: two to four policies on the text, maps, steps, one head.
+
+        It opens at the present policy, budget and query; its address leads others to what they chose in it.
+
+        Args:
+            policies: two to four, by name or as objects; by default the two that are chosen.
+            budgets: by default all stops of the slider.
+
+        Raises:
+            KvlabError: fewer or more policies, one that needs more than this trace holds, or a budget that one refuses.
+        """
+        self._own |= {choices.label(choice): choice for choice in policies or () if isinstance(choice, Policy)}
+        names = [choices.label(choice) for choice in policies or self.chosen]
+        for name in names:
+            if name not in self._own and name not in self.names:
+                raise KvlabError(nearest(name, self.names, "policy for this trace"))
+        policy_names.check_page(names)
+        stops = self.budgets if budgets is None else sorted(budgets)
+        jobs = list(itertools.product(names, stops))
+        runs = {job: self.replay(*job) for job in progress_bars.each(jobs, "replay", "policy", None)}
+        name = self.chosen[0] if self.chosen[0] in names else names[0]
+        budget = min(stops, key=lambda stop: abs(stop - self.budget))
+        spot, shown = self.spot, page.steps_shown(self.trace)
+        if spot.step > shown:
+            spot = self._at_most(runs[name, budget].concentrated_loss[:, :, :shown])
+        effects = None if self._effects is None else self._effects.why
+        return page.save(path, self.trace, runs, (name, budget, spot), self.tokens, effects)
+
+    def finding(self) -> str:
+        """What the left policy lost at the present query, in one sentence."""
+        return page.finding(self.looks()[0], self.tokens)
 
     def worst(self, side: str = "left") -> Spot:
         """The query that loses the most attention on the fewest tokens (`measures.concentrated_loss`) under the policy
