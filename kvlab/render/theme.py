@@ -146,7 +146,12 @@ def screen(policies: Sequence[str]) -> str:
     """A style sheet with `SCREEN` and the colour of each policy (`--p0`, `--p1`, ...) as variables, lighter in the
     dark.
     """
-    of_policies = {f"p{number}": colour for number, colour in enumerate(colours(policies).values())}
+    found: list[str] = []
+    for colour in colours(policies).values():
+        # Two variants of one policy stand side by side here.
+        free = (other for other in [colour, *COLOURS] if other not in found)
+        found.append(next(free))
+    of_policies = {f"p{number}": colour for number, colour in enumerate(found)}
     light = {name: pair[0] for name, pair in SCREEN.items()} | of_policies
     dark = {name: pair[1] for name, pair in SCREEN.items()} | {name: _lighter(c) for name, c in of_policies.items()}
     sheets = [

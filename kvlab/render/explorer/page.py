@@ -92,7 +92,7 @@ def html(
         "floor": FLOOR,
         "attention": store.add(_rooted(weights)),
         "runs": {f"{name}@{budget}": _run(result, steps, store) for (name, budget), result in runs.items()},
-        "effects": None if effects is None else _effects(effects, store),
+        "effects": None if effects is None else _effects(effects, trace.length, store),
     }
     packed = base64.b64encode(gzip.compress(store.bytes(), 6, mtime=0)).decode()
     page = _part("page.html")
@@ -200,14 +200,16 @@ def _changes(mask: np.ndarray) -> np.ndarray:
     return bits
 
 
-def _effects(why: Attribution, store: _Store) -> dict[str, Any]:
-    """Nats by token, summed over layers and KV heads."""
+def _effects(why: Attribution, length: int, store: _Store) -> dict[str, Any]:
+    """Nats by token, summed over layers and KV heads; none for the last, which no query of the response follows."""
     from kvlab.render.explorer.effects import token_effects
 
-    nats, entries = token_effects(why)
+    of_tokens, _ = token_effects(why)
+    nats = torch.zeros(length)
+    nats[: len(of_tokens)] = of_tokens
+    budget = f", budget {why.policy.budget}" if "budget" in type(why.policy).model_fields else ""
     return {
-        "policy": why.name,
+        "policy": f"{why.policy.name}{budget}",
         "nats": store.add(nats.numpy().astype("<f4")),
-        "entries": entries.tolist(),
         "harm": float(nats.clamp_min(0).sum()),
     }

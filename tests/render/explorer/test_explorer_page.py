@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from support.browsing import DESKTOP, PHONE, contrasts, opened, overflow
 from support.exploring import attention_by_hand
+from support.live_runs import prompt, small
 from support.replaying import HEADS, KV_HEADS, LAYERS, PROMPT, STEPS
 
 import kvlab
@@ -319,6 +320,31 @@ def test_a_long_response_is_cut_to_the_steps_there_is_room_for(shown, view, tmp_
     losses = view.replay("snapkv", 36).concentrated_loss[:, :, :9]
     at = place(page)
     assert losses[at.layer, at.head, at.step - 1] == losses.max()
+
+
+def test_effects_colour_the_tokens_and_stand_in_their_panel(shown, tiny, tmp_path):
+    lm, policy = tiny(), small("snapkv")
+    trace = kvlab.capture(lm, prompt(48), new_tokens=6, pseudo=())
+    why = kvlab.attribute(lm, policy, trace)
+    view = kvlab.explore(trace, policy, small("streamingllm"), budgets=[14], effects=why)
+    page = shown(file=view.save(tmp_path / "effects.html"))
+    page.get_by_role("button", name="colour by effect").click()
+    nats = [*why.costs.sum((0, 1)).tolist(), 0.0]
+    harm = sum(cost for cost in nats if cost > 0)
+    for p, (own, cost) in enumerate(zip(classes(page), nats, strict=True)):
+        level = 8 * min(1, abs(cost) / harm / 0.05) ** 0.5
+        painted = [name for name in own if re.fullmatch("(lost|read)[0-9]", name)]
+        if abs(cost) / harm < 0.00049:
+            assert painted == [], p
+        elif abs(cost) / harm > 0.00051:
+            assert painted[0][:4] == ("lost" if cost > 0 else "read") and abs(int(painted[0][4:]) - level) <= 1
+    worst = max(range(48), key=nats.__getitem__)
+    page.locator(f"#text [data-token='{worst}']").click()
+    assert f"its loss costs the response {nats[worst]:.2g} nats".casefold() in page.locator("#token").inner_text()
+    page.locator("#text [data-token='53']").click()
+    assert "costs the response 0.0 nats" in page.locator("#token").inner_text()
+    assert address(page)["colour"] == "effect"
+    view.close()
 
 
 @pytest.mark.parametrize(
