@@ -7,6 +7,7 @@ import struct
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from support.browsing import DESKTOP, PHONE, contrasts, opened, overflow
 from support.exploring import attention_by_hand
 from support.live_runs import prompt, small
@@ -320,6 +321,28 @@ def test_a_long_response_is_cut_to_the_steps_there_is_room_for(shown, view, tmp_
     losses = view.replay("snapkv", 36).concentrated_loss[:, :, :9]
     at = place(page)
     assert losses[at.layer, at.head, at.step - 1] == losses.max()
+
+
+def test_layers_have_their_numbers_and_a_head_may_have_a_set_of_its_own(shown, tiny, tmp_path):
+    ids = torch.randint(3, 256, (60,), generator=torch.Generator().manual_seed(1))
+    trace = kvlab.capture(tiny("hybrid-gemma3"), ids, 6)
+    own = kvlab.policy("snapkv", budget=40, sets="head")
+    view = kvlab.explore(trace, own, "snapkv", budgets=[40])
+    page = shown("#layer=4&head=3&step=2", file=view.save(tmp_path / "hybrid.html"))
+    assert "layer 4, head 3" in page.locator("#finding").inner_text() and address(page)["layer"] == "4"
+    for head in range(trace.heads):
+        go(page, "head", head)
+        kept = [
+            set(kvlab.replay(trace, policy).kept(4, 2)[head * n // trace.heads].tolist())
+            for policy, n in (
+                (own, trace.heads),
+                (kvlab.policy("snapkv", budget=40), trace.kv_heads),
+            )
+        ]
+        for p, names in enumerate(classes(page)[: trace.prompt_length + 2]):
+            mask = sum((p in each) << i for i, each in enumerate(kept))
+            assert [name for name in names if re.fullmatch("m[0-9]+", name)] == ([f"m{mask}"] if mask else [])
+    view.close()
 
 
 def test_effects_colour_the_tokens_and_stand_in_their_panel(shown, tiny, tmp_path):

@@ -531,4 +531,7 @@ async function begin() {
   document.body.dataset.ready = "yes";
 }
 
-begin();
+begin().catch(error => {
+  byId("finding").textContent = `This browser cannot show the page (${error.message}): take one of 2023 or later.`;
+  throw error;
+});

@@ -158,7 +158,7 @@ function drawMaps(name, title, note, maps, columns, axis) {
     left = 22,
     tall = layers.length > 40 ? 6 : 9,
     titles = 30;
-  const line = Math.min(maps.length, Math.max(1, Math.floor(width / Math.max(150, left + 14 + 4 * columns))));
+  const line = Math.min(maps.length, Math.max(1, Math.floor(width / Math.max(118, left + 14 + 4 * columns))));
   const cell = Math.min(15, (width / line - left - 14) / columns),
     each = Math.max(left + columns * cell + 14, 118);
   const high = titles + layers.length * tall + 30;
