@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib import extras, policy_names, progress_bars
+from kvlab.lib.files import replacing
 from kvlab.methods import Policy, policies, registry
 from kvlab.render.explorer import choices, page, query_html, token_html
 from kvlab.render.explorer.effects import Picture
@@ -162,7 +163,8 @@ class Explorer:
     ) -> Path:
         """Write one HTML file that needs nothing else: two to four policies on the text, maps, steps, one head.
 
-        It opens at the present policy, budget and query; its address leads others to what they chose in it.
+        It opens at the present policy, budget and query. If the page has no room for that step, both move to the worst
+        query that it has. Its address names what is chosen in it.
 
         Args:
             policies: two to four, by name or as objects; by default the two that are chosen.
@@ -171,6 +173,26 @@ class Explorer:
         Raises:
             KvlabError: fewer or more policies, one that needs more than this trace holds, or a budget that one refuses.
         """
+        path, whole = Path(path), self._page(policies, budgets)
+        with replacing(path) as part:
+            part.write_text(whole, encoding="utf-8")
+        return path
+
+    def page(
+        self,
+        policies: Sequence[str | Policy] | None = None,
+        budgets: Sequence[int] | None = None,
+        height: int = 900,
+    ) -> Any:
+        """The page that `save` writes, as the output of a notebook's cell, `height` pixels high.
+
+        The notebook then holds the page's megabytes, and its reader needs no kernel.
+        """
+        from IPython.display import HTML
+
+        return HTML(f"<div>{page.frame(self._page(policies, budgets), height)}</div>")
+
+    def _page(self, policies: Sequence[str | Policy] | None, budgets: Sequence[int] | None) -> str:
         self._own |= {choices.label(choice): choice for choice in policies or () if isinstance(choice, Policy)}
         names = [choices.label(choice) for choice in policies or self.chosen]
         for name in names:
@@ -182,11 +204,11 @@ class Explorer:
         runs = {job: self.replay(*job) for job in progress_bars.each(jobs, "replay", "policy", None)}
         name = self.chosen[0] if self.chosen[0] in names else names[0]
         budget = min(stops, key=lambda stop: abs(stop - self.budget))
-        spot, shown = self.spot, page.steps_shown(self.trace)
-        if spot.step > shown:
-            spot = self._at_most(runs[name, budget].concentrated_loss[:, :, :shown])
+        shown = page.steps_shown(self.trace)
+        if self.spot.step > shown:
+            self.show(**vars(self._at_most(runs[name, budget].concentrated_loss[:, :, :shown])))
         effects = None if self._effects is None else self._effects.why
-        return page.save(path, self.trace, runs, (name, budget, spot), self.tokens, effects)
+        return page.html(self.trace, runs, (name, budget, self.spot), self.tokens, effects)
 
     def finding(self) -> str:
         """What the left policy lost at the present query, in one sentence."""

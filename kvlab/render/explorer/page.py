@@ -10,15 +10,14 @@ import base64
 import gzip
 import json
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.lib.files import replacing
 from kvlab.render import theme
 from kvlab.render.explorer.token_html import WEAK, shown
 from kvlab.replays.reference import reference
@@ -40,28 +39,6 @@ ERROR = 8.0
 """Output errors above it are drawn as this."""
 
 
-def save(
-    path: str | Path,
-    trace: Trace,
-    runs: Mapping[tuple[str, int], Replay],
-    start: tuple[str, int, Spot],
-    tokens: Sequence[str],
-    effects: Attribution | None = None,
-) -> Path:
-    """Write the page, under its name only once it is whole.
-
-    Args:
-        runs: replays of the trace by policy and budget; every policy has every budget.
-        start: policy, budget and query that are shown first.
-        tokens: the text of each token.
-        effects: of one policy, to colour the tokens by.
-    """
-    path = Path(path)
-    with replacing(path) as part:
-        part.write_text(html(trace, runs, start, tokens, effects), encoding="utf-8")
-    return path
-
-
 def html(
     trace: Trace,
     runs: Mapping[tuple[str, int], Replay],
@@ -69,7 +46,14 @@ def html(
     tokens: Sequence[str],
     effects: Attribution | None = None,
 ) -> str:
-    """The page, as `save` writes it."""
+    """The page.
+
+    Args:
+        runs: replays of the trace by policy and budget; every policy has every budget.
+        start: policy, budget and query that are shown first.
+        tokens: the text of each token.
+        effects: of one policy, to colour the tokens by.
+    """
     names = list(dict.fromkeys(name for name, _ in runs))
     policy, budget, spot = start
     steps, store = steps_shown(trace), _Store()
@@ -107,6 +91,11 @@ def html(
     }.items():
         page = page.replace(f"@@{mark}@@", content, 1)
     return page
+
+
+def frame(html: str, height: int = 900) -> str:
+    """The page within another, such as a notebook: it has a style and a script of its own there."""
+    return f'<iframe srcdoc="{escape(html)}" style="width:100%;height:{height}px;border:0" title="explorer"></iframe>'
 
 
 def finding(look: Look, tokens: Sequence[str]) -> str:
@@ -207,9 +196,9 @@ def _effects(why: Attribution, length: int, store: _Store) -> dict[str, Any]:
     of_tokens, _ = token_effects(why)
     nats = torch.zeros(length)
     nats[: len(of_tokens)] = of_tokens
-    budget = f", budget {why.policy.budget}" if "budget" in type(why.policy).model_fields else ""
+    budget = getattr(why.policy, "budget", None)
     return {
-        "policy": f"{why.policy.name}{budget}",
+        "policy": why.policy.name if budget is None else f"{why.policy.name}, budget {budget}",
         "nats": store.add(nats.numpy().astype("<f4")),
         "harm": float(nats.clamp_min(0).sum()),
     }

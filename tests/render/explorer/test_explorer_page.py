@@ -303,6 +303,18 @@ def test_the_page_asks_for_nothing_but_its_file(browser, path):
     assert not re.search(r"(?:src|href)=|https?://(?!www\.w3\.org/2000/svg)", path.read_text(encoding="utf-8"))
 
 
+def test_a_notebooks_cell_holds_the_page(browser, view, tmp_path):
+    cell = tmp_path / "notebook.html"
+    cell.write_text(f"<!doctype html><meta charset=utf-8>{view.page(POLICIES).data}", encoding="utf-8")
+    with opened(browser, cell.as_uri(), offline=True) as (page, complaints):
+        within = page.frame_locator("iframe")
+        within.locator("body[data-ready]").wait_for()
+        within.locator("#maps svg").click(position={"x": 22 + 15 * 3 + 7, "y": 30 + 9 + 4})
+        assert "layer 1, head 3, snapkv lost" in within.locator("#finding").inner_text()
+        page.wait_for_timeout(300)
+        assert complaints == [] and page.url == cell.as_uri()
+
+
 def test_a_page_is_no_larger_than_its_parts(path):
     queries, runs = LAYERS * HEADS * STEPS, len(POLICIES) * len(BUDGETS)
     bits = STEPS * LAYERS * KV_HEADS * LENGTH // 8
@@ -320,6 +332,7 @@ def test_a_long_response_is_cut_to_the_steps_there_is_room_for(shown, view, tmp_
     assert f"the first 9 of {STEPS} steps" in page.locator("#limits").inner_text()
     losses = view.replay("snapkv", 36).concentrated_loss[:, :, :9]
     at = place(page)
+    assert page.locator("#finding").inner_text().startswith(view.finding())
     assert losses[at.layer, at.head, at.step - 1] == losses.max()
 
 

@@ -276,6 +276,7 @@ function draw() {
 }
 
 function nameView() {
+  if (location.protocol === "about:") return; // within a notebook
   history.replaceState(null, "", `#${address()}`);
 }
 
