@@ -275,6 +275,8 @@ def test_a_picture_is_saved_alone(figure, shown):
         saved[form] = download.value.path().read_bytes()
         assert download.value.suggested_filename.endswith(f".{form}")
     drawing = ElementTree.fromstring(saved["svg"])
+    title = page.locator(f"#{figure} figcaption b").inner_text()
+    assert title in "".join(drawing.itertext()) and "layer" in "".join(drawing.itertext())
     assert b"var(" not in saved["svg"] and drawing.tag.endswith("svg")
     size = struct.unpack(">II", saved["png"][16:24])
     assert size == (2 * int(drawing.get("width")), 2 * int(drawing.get("height")))

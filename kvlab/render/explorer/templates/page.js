@@ -377,26 +377,29 @@ function search(forward = 0) {
   if (hit >= 0) scrollToToken(hits[hit][0]);
 }
 
+/** Save a picture with its title above it and, below, what it is of. */
 function save(name, form) {
-  const svg = byId(name).querySelector("svg"),
-    style = getComputedStyle(document.documentElement);
-  const { width, height } = svg.viewBox.baseVal;
-  const ground = `<rect width="${width}" height="${height}" fill="${style.getPropertyValue("--page")}"/>`;
-  const source = svg.outerHTML
-    .replace(">", `>${ground}`)
-    .replace(/var\((--[\w-]+)\)/g, (_, variable) => style.getPropertyValue(variable).trim());
-  const file = `${about.document}-${name}-layer${layers[at.row]}-head${at.head}-step${at.step}`.replace(
-    /[^\w.-]+/g,
-    "_",
-  );
-  if (form === "svg") return download(`${file}.svg`, new Blob([source], { type: "image/svg+xml" }));
+  const svg = byId(name).querySelector("svg");
+  const style = getComputedStyle(document.documentElement);
+  const { width } = svg.viewBox.baseVal;
+  const height = svg.viewBox.baseVal.height + 44;
+  const place = `layer ${layers[at.row]}, head ${at.head}, step ${at.step}, budget ${budgets[at.budget]}`;
+  const source =
+    `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" viewBox="0 0 ${width} ${height}" ${FONT}>` +
+    `<rect width="${width}" height="${height}" style="fill:var(--page)"/>` +
+    `<text y="14" font-size="13" style="fill:var(--ink)">${byId(name).querySelector("b").innerHTML}</text>` +
+    `<g transform="translate(0 24)">${svg.innerHTML}</g>` +
+    `<text y="${height - 5}">${safe(`${policies[at.policy]}, ${place}; ${about.document}, ${about.model}`)}</text></svg>`;
+  const drawing = source.replace(/var\((--[\w-]+)\)/g, (_, variable) => style.getPropertyValue(variable).trim());
+  const file = `${about.document} ${name} ${place}`.replace(/[^\w.-]+/g, "_");
+  if (form === "svg") return download(`${file}.svg`, new Blob([drawing], { type: "image/svg+xml" }));
   const image = new Image();
   image.onload = () => {
     const canvas = Object.assign(document.createElement("canvas"), { width: 2 * width, height: 2 * height });
     canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
     canvas.toBlob(blob => download(`${file}.png`, blob));
   };
-  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(source)}`;
+  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(drawing)}`;
 }
 
 function download(name, blob) {
@@ -425,6 +428,7 @@ async function copyLink() {
 function toggleHelp() {
   byId("about-page").hidden = !byId("about-page").hidden;
   byId("help").setAttribute("aria-expanded", !byId("about-page").hidden);
+  if (!byId("about-page").hidden) scrollTo({ top: 0 });
 }
 
 const keys = {
