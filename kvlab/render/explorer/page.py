@@ -128,8 +128,8 @@ class _Store:
         self._end = 0
 
     def add(self, array: np.ndarray) -> list[int]:
-        # The browser reads two bytes at a time from even places only.
-        content = array.tobytes() + bytes(array.nbytes % 2)
+        # A browser reads numbers of four bytes only from places that four divides.
+        content = array.tobytes() + bytes(-array.nbytes % 4)
         self._parts.append(content)
         self._end += len(content)
         return [self._end - len(content), array.nbytes]

@@ -6,6 +6,7 @@ import re
 import struct
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 from support.browsing import DESKTOP, PHONE, contrasts, opened, overflow
@@ -383,6 +384,13 @@ def test_effects_colour_the_tokens_and_stand_in_their_panel(shown, tiny, tmp_pat
     assert "costs the response 0.0 nats" in page.locator("#token").inner_text()
     assert address(page)["colour"] == "effect"
     view.close()
+
+
+def test_numbers_lie_where_a_browser_may_read_them():
+    store = pages._Store()
+    places = [store.add(np.zeros(size, np.uint8)) for size in (1, 2, 3, 5, 4)]
+    assert [start % 4 for start, _ in places] == [0] * 5 and [size for _, size in places] == [1, 2, 3, 5, 4]
+    assert len(store.bytes()) == places[-1][0] + 4
 
 
 @pytest.mark.parametrize(
