@@ -36,7 +36,7 @@ CELLS = 2**26
 LEVELS = 255
 FINE = 2**16 - 1
 ERROR = 8.0
-"""Output errors above it are drawn as this."""
+"""Output errors above it are shown as this."""
 
 
 def html(
@@ -74,6 +74,7 @@ def html(
         "budgets": list(dict.fromkeys(budget for _, budget in runs)),
         "start": {"policy": policy, "budget": budget, "layer": spot.layer, "head": spot.head, "step": spot.step},
         "floor": FLOOR,
+        "largestError": ERROR,
         "attention": store.add(_rooted(weights)),
         "runs": {f"{name}@{budget}": _run(result, steps, store) for (name, budget), result in runs.items()},
         "effects": None if effects is None else _effects(effects, trace.length, store),

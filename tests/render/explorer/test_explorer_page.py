@@ -135,6 +135,17 @@ def test_every_dial_repaints_the_text_by_the_sets_and_the_attention(shown, view)
     }
 
 
+def test_a_policy_says_what_it_does_to_the_heads_output_and_to_the_model(shown, view):
+    page = shown("#layer=1&head=3&step=9&budget=40")
+    for name in POLICIES:
+        result = view.replay(name, 40)
+        told = page.locator("#policies button", has_text=name).get_attribute("title")
+        error = float(re.search("output error here ([0-9.]+);", told)[1])
+        assert error == pytest.approx(float(result.output_error[1, 3, 8]), abs=0.006)
+        mean, recall = float(result.mass_lost.mean()), float(result.recall.mean())
+        assert told.endswith(f"{pages.percent(mean)} lost, recall {pages.percent(recall)}")
+
+
 def test_the_text_is_shown_as_it_is(shown):
     tokens = shown().locator("#text span").all_inner_texts()
     assert [tokens[p] for p in (3, 5)] == ["</script>", "<b>&amp;"]

@@ -284,9 +284,10 @@ function tellControls() {
   policies.forEach((_, i) => {
     const button = byId("policies").children[i];
     button.setAttribute("aria-checked", i === at.policy);
-    button.tabIndex = i === at.policy ? 0 : -1;
     button.querySelector("small").innerHTML = `<i>loses </i>${percent(run(i).lostAt(at.row, at.head, at.step))}`;
-    button.title = `over all layers, heads and steps: ${percent(run(i).meanLost)} lost, recall ${percent(run(i).recall)}`;
+    const error = (run(i).error[query(at.row, at.head, at.step)] / 65535) * about.largestError;
+    const mean = `over all layers, heads and steps ${percent(run(i).meanLost)} lost, recall ${percent(run(i).recall)}`;
+    button.title = `output error here ${error.toFixed(2)}; ${mean}`;
   });
   for (const [name, key] of Object.entries(dials)) {
     byId(name).value = at[key];
