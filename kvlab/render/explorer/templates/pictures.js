@@ -206,7 +206,10 @@ function lossMaps() {
   }));
   if (at.versus !== at.policy && policies.length > 1) {
     const apart = (row, head) => losses[at.policy](row, head) - losses[at.versus](row, head);
-    const points = value => `${value < 0 ? "−" : "+"}${(100 * Math.abs(value)).toFixed(0)} points`;
+    const points = value => {
+      const whole = Math.round(100 * Math.abs(value));
+      return `${whole ? (value < 0 ? "−" : "+") : ""}${whole} points`;
+    };
     maps.push({
       name: "difference",
       about: points(apart(at.row, at.head)) + " here",
