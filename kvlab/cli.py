@@ -17,7 +17,18 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from kvlab.commands import experiments, learning, measuring, scoring, showing, stability, stock, tasks, workspaces
+from kvlab.commands import (
+    experiments,
+    exploring,
+    learning,
+    measuring,
+    scoring,
+    showing,
+    stability,
+    stock,
+    tasks,
+    workspaces,
+)
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib import environment, extras
 from kvlab.lib.addresses import without_password
@@ -40,7 +51,7 @@ PANELS = {
     "Models, texts and this machine": (stock,),
     "Experiments and verdicts": (experiments, stability, showing),
     "Tasks and scores": (tasks, scoring),
-    "Measure one thing": (measuring,),
+    "Measure one thing": (exploring, measuring),
     measuring.LEARNT: (learning,),
     "A workspace of your own": (workspaces,),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -11,6 +11,8 @@ from kvlab.lib import workspace
 
 GROUP = "kvlab.policies"
 """Entry points of installed packages, each a policy."""
+FEWEST, MOST = 2, 4
+"""Policies of one page of the explorer."""
 
 
 def check(wanted: Iterable[str]) -> None:
@@ -24,6 +26,12 @@ def check(wanted: Iterable[str]) -> None:
     for name in wanted:
         if name not in known:
             raise KvlabError(unknown(name, known))
+
+
+def check_page(names: Sequence[str]) -> None:
+    """Raise KvlabError unless these are as many different policies as the explorer's page shows."""
+    if len(set(names)) != len(names) or not FEWEST <= len(names) <= MOST:
+        raise KvlabError(f"a page shows {FEWEST} to {MOST} different policies, not {len(names)}: {', '.join(names)}")
 
 
 def own() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -27,6 +27,21 @@ VERDICTS = {
     "undecided": "#d8e6f5",
     "not measured": "#e8eaee",
 }
+
+
+SCREEN = {
+    "page": ("#ffffff", "#14181f"),
+    "panel": ("#f5f7f9", "#1c222b"),
+    "ink": (INK, "#e8ebf0"),
+    "soft": (EDGE, "#a9b3c1"),
+    "line": ("#d6dbe1", "#333c48"),
+    "read": ("#0072B2", "#3d9fe0"),
+    "lost": ("#D55E00", "#f0803c"),
+    "wanted": ("#7a4fb5", "#b795ea"),
+    "focus": ("#000000", "#ffffff"),
+    "hit": ("#ffe27a", "#6b5600"),
+}
+"""Colours of the explorer's page, in the light and in the dark."""
 
 
 class Look(NamedTuple):
@@ -125,6 +140,30 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     names = list(names)
     others = dict(zip([name for name in names if not is_policy(_name(name))], cycle(COLOURS), strict=False))
     return {name: others.get(name, look(name).colour) for name in names}
+
+
+def screen(policies: Sequence[str]) -> str:
+    """A style sheet with `SCREEN` and the colour of each policy (`--p0`, `--p1`, ...) as variables, lighter in the
+    dark.
+    """
+    found: list[str] = []
+    for colour in colours(policies).values():
+        # Two variants of one policy stand side by side here.
+        free = (other for other in [colour, *COLOURS] if other not in found)
+        found.append(next(free))
+    of_policies = {f"p{number}": colour for number, colour in enumerate(found)}
+    light = {name: pair[0] for name, pair in SCREEN.items()} | of_policies
+    dark = {name: pair[1] for name, pair in SCREEN.items()} | {name: _lighter(c) for name, c in of_policies.items()}
+    sheets = [
+        ":root{" + "".join(f"--{name}:{colour};" for name, colour in shades.items()) + "}" for shades in (light, dark)
+    ]
+    return f"{sheets[0]}\n@media (prefers-color-scheme: dark){{{sheets[1]}}}"
+
+
+def _lighter(colour: str, share: float = 0.4) -> str:
+    """The colour with this share of white."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
 
 def _name(policy: str) -> str:

@@ -98,6 +98,9 @@ MISTAKEN = {
     "eval needle -p nosuch=1": "needle: unknown parameter 'nosuch'; known are: depths,",
     "eval needle -p document=nosuch": "there is no document or text file nosuch;",
     "compile --documents nosuch": "there is no document or text file nosuch;",
+    "explore sotu/1962 --policies snapkv,dap": "unknown policy 'dap'; did you mean 'dapq'",
+    "explore sotu/1962 --policies snapkv": "a page shows 2 to 4 different policies, not 1",
+    "explore nosuch": "there is no document or text file nosuch;",
     "run explore -p nosuch=1": "unknown parameter of explore 'nosuch'; known are: budget,",
 }
 

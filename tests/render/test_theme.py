@@ -70,6 +70,13 @@ def test_a_curve_of_a_policy_looks_the_same_whatever_stands_before_it():
     assert drawn["snapkv"] == {tuple(theme.look("snapkv"))} and drawn["h2o"] == {tuple(theme.look("h2o"))}
 
 
+def test_two_variants_of_a_policy_have_two_colours_on_a_page():
+    sheet = theme.screen(["snapkv", "snapkv(window=8)", "dapq", "mine"])
+    light, dark = (re.findall(r"--p\d:(#\w+)", part) for part in sheet.split("@media"))
+    assert len(set(light)) == len(set(dark)) == 4 and light[0] == theme.look("snapkv").colour
+    assert all(lightness(one) < lightness(other) for one, other in zip(light, dark, strict=True))
+
+
 def test_colours_of_figures_and_of_the_explorer_are_in_two_files():
     homes = {
         path.relative_to(ROOT).as_posix()

@@ -10,15 +10,17 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvlab.errors import KvlabError, nearest
-from kvlab.lib import extras, progress_bars
+from kvlab.lib import extras, policy_names, progress_bars
+from kvlab.lib.files import replacing
 from kvlab.methods import Policy, policies, registry
-from kvlab.render.explorer import choices, query_html, token_html
+from kvlab.render.explorer import choices, page, query_html, token_html
 from kvlab.render.explorer.effects import Picture
 from kvlab.render.explorer.html_medium import LIVE, RED, SHEET
 from kvlab.render.explorer.query_view import Look, Spot
@@ -152,6 +154,65 @@ class Explorer:
         self._redraw()
         if set(SIDES) & set(changes):
             self.look_ahead()
+
+    def save(
+        self,
+        path: str | Path,
+        policies: Sequence[str | Policy] | None = None,
+        budgets: Sequence[int] | None = None,
+    ) -> Path:
+        """Write one HTML file that needs nothing else: two to four policies on the text, maps, steps, one head.
+
+        It opens at the present policy, budget and query. If the page has no room for that step, both move to the worst
+        query that it has. Its address names what is chosen in it.
+
+        Args:
+            policies: two to four, by name or as objects; by default the two that are chosen.
+            budgets: by default all stops of the slider.
+
+        Raises:
+            KvlabError: fewer or more policies, one that needs more than this trace holds, or a budget that one refuses.
+        """
+        path, whole = Path(path), self._page(policies, budgets)
+        with replacing(path) as part:
+            part.write_text(whole, encoding="utf-8")
+        return path
+
+    def page(
+        self,
+        policies: Sequence[str | Policy] | None = None,
+        budgets: Sequence[int] | None = None,
+        height: int = 900,
+    ) -> Any:
+        """The page that `save` writes, as the output of a notebook's cell, `height` pixels high.
+
+        The notebook then holds the page's megabytes, and its reader needs no kernel.
+        """
+        from IPython.display import HTML
+
+        return HTML(f"<div>{page.frame(self._page(policies, budgets), height)}</div>")
+
+    def _page(self, policies: Sequence[str | Policy] | None, budgets: Sequence[int] | None) -> str:
+        self._own |= {choices.label(choice): choice for choice in policies or () if isinstance(choice, Policy)}
+        names = [choices.label(choice) for choice in policies or self.chosen]
+        for name in names:
+            if name not in self._own and name not in self.names:
+                raise KvlabError(nearest(name, self.names, "policy for this trace"))
+        policy_names.check_page(names)
+        stops = self.budgets if budgets is None else sorted(budgets)
+        jobs = list(itertools.product(names, stops))
+        runs = {job: self.replay(*job) for job in progress_bars.each(jobs, "replay", "policy", None)}
+        name = self.chosen[0] if self.chosen[0] in names else names[0]
+        budget = min(stops, key=lambda stop: abs(stop - self.budget))
+        shown = page.steps_shown(self.trace)
+        if self.spot.step > shown:
+            self.show(**vars(self._at_most(runs[name, budget].concentrated_loss[:, :, :shown])))
+        effects = None if self._effects is None else self._effects.why
+        return page.html(self.trace, runs, (name, budget, self.spot), self.tokens, effects)
+
+    def finding(self) -> str:
+        """What the left policy lost at the present query, in one sentence."""
+        return page.finding(self.looks()[0], self.tokens)
 
     def worst(self, side: str = "left") -> Spot:
         """The query that loses the most attention on the fewest tokens (`measures.concentrated_loss`) under the policy
