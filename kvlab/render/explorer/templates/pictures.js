@@ -121,13 +121,13 @@ function drawStrip(weights, masks) {
     w = width / bins,
     tall = 70;
   const bar = value => Math.sqrt(value / top) * tall;
-  let red = "",
+  let gone = "",
     blue = "";
   for (let b = 0; b < bins; b++) {
     const all = bar(read[b] + lost[b]),
       part = (all * read[b]) / (read[b] + lost[b] || 1);
     if (part > 0.4) blue += box(b * w, tall - part, w, part);
-    if (all - part > 0.4) red += box(b * w, tall - all, w, all - part);
+    if (all - part > 0.4) gone += box(b * w, tall - all, w, all - part);
   }
   const band = i => grid(0, tall + 4 + 7 * i, w, 5, 1, bins, (_, b) => (held[i][b] ? `fill:var(--p${i})` : ""));
   const low = tall + 4 + 7 * masks.length,
@@ -139,7 +139,7 @@ function drawStrip(weights, masks) {
   const rest = 1 - drawn > 0.005 ? `; ${percent(1 - drawn)} lies on tokens too weak to draw` : "";
   const note = `root scale up to ${percent(top)}; bands: kept by each policy; dashed: end of the prompt${rest}`;
   const drawing = [
-    `<path style="fill:var(--lost)" d="${red}"/>`,
+    `<path style="fill:var(--lost)" d="${gone}"/>`,
     `<path style="fill:var(--read)" d="${blue}"/>`,
     ...masks.map((_, i) => band(i)),
     chosen,
@@ -222,7 +222,7 @@ function lossMaps() {
   const option = i => `<option value="${i}"${i === at.versus ? " selected" : ""}>${safe(policies[i])}</option>`;
   const others = policies.map((_, i) => (i === at.policy ? "" : option(i))).join("");
   const note =
-    `${own} minus <select id="versus" aria-label="difference from">${others}</select>: red where ${own} loses ` +
+    `${own} minus <select id="versus" aria-label="difference from">${others}</select>: orange where ${own} loses ` +
     "more, blue where less";
   drawMaps("maps", "Attention lost at this step, layer by head", note, maps, heads, "query head");
 }
@@ -300,7 +300,7 @@ function drawMatrix() {
   ];
   const title = `Attention of layer ${layers[at.row]}, head ${at.head}: step by position`;
   const own = safe(policies[at.policy]);
-  const note = `blue: read, red: lost under ${own}; hatched: evicted or not read; full colour from 25 %`;
+  const note = `blue: read, orange: lost under ${own}; hatched: evicted or not read; full colour from 25 %`;
   picture("matrix", title, note, width, low + 18, drawing.join(""), (x, y) => {
     const step = Math.floor(y / h) + 1,
       b = Math.floor((x - left) / w);
