@@ -39,6 +39,7 @@ def test_a_policy_sees_the_compressed_layers_as_if_there_were_no_others(mixed, n
         projections=mixed.projections,
         rotations=mixed.rotations,
         pre_queries=mixed.pre_queries,
+        hidden=mixed.hidden,
     )
     alone.nll, alone.repeated = mixed.nll, mixed.repeated
     one = kvlab.policy(name, **SMALL[name])
