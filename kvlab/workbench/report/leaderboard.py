@@ -213,7 +213,7 @@ def _of_replays(found: Sequence[Line]) -> list[Chart]:
         every = [(line, {name: float(line[name]) for name in [*SIZES, *NUMBERS]}) for line in found]
     except ValueError as error:
         raise KvlabError(f"the {WHAT} of {first['model']} has no readable numbers: {error}") from error
-    about = f" Means over {first['n']} documents, {first['profile']} profile of `{EXPERIMENT}`."
+    about = f" Means over {first['n']} documents, {first['profile']} profile of {EXPERIMENT}."
     return [
         Chart(
             Subject(first["model"]).label,
@@ -307,6 +307,7 @@ def data(charts: Sequence[Chart]) -> dict[str, Any]:
     drawn = {point.policy for chart in charts for point in chart.points}
     return {
         "slack": SLACK,
+        "references": REFERENCES,
         "charts": [asdict(chart) for chart in charts],
         "looks": {policy: theme.look(policy)._asdict() for policy in sorted(drawn)},
     }

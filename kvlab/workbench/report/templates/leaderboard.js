@@ -1,6 +1,6 @@
 // Policies by bytes and by a measure: filters, a chart with its Pareto front, and a table of what is drawn.
 (() => {
-  const { charts, looks, slack } = JSON.parse(document.getElementById("data").textContent);
+  const { charts, looks, slack, references } = JSON.parse(document.getElementById("data").textContent);
   const form = document.querySelector("form.choices");
   const plot = document.querySelector(".plot");
   const svg = plot.querySelector("svg");
@@ -9,6 +9,7 @@
   const RADIUS = 5.5;
   const FULL = "full";
   const MOMENT = { read: "read, then compressed", "held back": "held back: compressed before it" };
+  const LOSSES = "Less is better. Both axes are logarithmic, so the full cache, which loses nothing, is a line at its bytes.";
   const picked = new Set();
   const order = { column: "", down: false };
   let view;
@@ -155,6 +156,9 @@
     const known = (point) => point[asShare ? side : `${side}_bytes`] !== null;
     const every = view.points.filter(({ budget }) => !budget || !value("budget") || budget === value("budget"));
     const points = every.filter(known);
+    // Losses have a logarithmic axis. The full cache loses nothing, and is a line at its bytes.
+    const isLine = ({ policy, value: loss }) => !view.higher && policy === FULL && loss === 0;
+    const marked = points.filter((point) => !isLine(point));
     const best = front(points, (point) => point[`${side}_bytes`]);
 
     const width = plot.clientWidth;
@@ -167,21 +171,24 @@
 
     const sizes = points.map(unit);
     const [small, large] = [Math.min(...sizes) / 1.12, Math.max(...sizes) * 1.12];
-    const ends = points.flatMap(({ low, high, value: middle }) => [low, high, middle]);
-    let [bottom, top] = [Math.min(...ends), Math.max(...ends)];
-    if (view.percent || bottom >= 0) bottom = Math.max(0, bottom < 0.3 * top ? 0 : bottom - 0.05 * (top - bottom));
-    top = view.percent ? Math.min(1, top + 0.03) : top + 0.04 * (top - bottom || 1);
+    const heights = marked.flatMap(({ low, high, value: middle }) => [low, high, middle]);
+    const least = Math.min(...marked.map((point) => point.value).filter((each) => each > 0));
+    const most = Math.max(...heights);
+    const bottom = view.higher ? Math.max(0, 1.3 * Math.min(...heights) - 0.3 * most) : least / 1.35;
+    const top = view.higher ? Math.min(1, most + 0.03) : most * 1.1;
     const x = (size) =>
       room.left + ((width - room.left - room.right) * Math.log(size / small)) / Math.log(large / small);
-    const y = (each) => height - room.bottom - ((height - room.bottom - room.top) * (each - bottom)) / (top - bottom);
-
     const base = height - room.bottom;
+    const up = (each) =>
+      view.higher ? (each - bottom) / (top - bottom) : Math.log(Math.max(each, bottom) / bottom) / Math.log(top / bottom);
+    const y = (each) => base - (base - room.top) * up(each);
+
     for (const tick of logTicks(small, large, narrow ? 6 : 12)) {
       node(svg, "line", { class: "grid", x1: x(tick), x2: x(tick), y1: room.top, y2: base });
       const text = `${few(tick)}${asShare ? " %" : ""}`;
       node(svg, "text", { x: x(tick), y: base + 18, "text-anchor": "middle" }, text);
     }
-    for (const tick of evenTicks(bottom, top)) {
+    for (const tick of view.higher ? evenTicks(bottom, top) : logTicks(bottom, top, 9)) {
       node(svg, "line", { class: "grid", x1: room.left, x2: width - room.right, y1: y(tick), y2: y(tick) });
       const text = view.percent ? `${Math.round(100 * tick)} %` : few(Math.abs(tick) < 1e-9 ? 0 : tick);
       node(svg, "text", { x: room.left - 7, y: y(tick) + 4, "text-anchor": "end" }, text);
@@ -191,10 +198,13 @@
     node(svg, "text", { class: "axis", x: middle, y: height - 10, "text-anchor": "middle" }, title);
 
     const whole = points.find(({ policy }) => policy === FULL);
-    if (whole && view.percent) {
+    if (whole && isLine(whole)) {
+      node(svg, "line", { class: "whole", x1: x(unit(whole)), x2: x(unit(whole)), y1: room.top, y2: base });
+      node(svg, "text", { x: x(unit(whole)) - 5, y: room.top + 10, "text-anchor": "end" }, "full cache");
+    } else if (whole) {
       node(svg, "line", { class: "whole", x1: room.left, x2: width - room.right, y1: y(whole.value), y2: y(whole.value) });
     }
-    for (const [called, mine] of grouped(points)) {
+    for (const [called, mine] of grouped(marked)) {
       const line = [...mine].sort((a, b) => a.budget - b.budget).map((each) => `${x(unit(each))},${y(each.value)}`);
       const style = `--colour: ${looks[mine[0].policy].colour}`;
       if (line.length > 1) node(svg, "path", { class: "curve", d: `M${line.join("L")}`, "data-name": called, style });
@@ -204,11 +214,11 @@
       const start = `M${x(unit(best[0]))},${y(best[0].value)}`;
       node(svg, "path", { class: "front", d: `${start}${steps}H${width - room.right}` });
     }
-    const marks = points.map((point) => mark(point, x(unit(point)), y(point.value), y(point.low), y(point.high), best));
-    label(best, marks, points, width - room.right);
-    legend(points);
+    const marks = marked.map((point) => mark(point, x(unit(point)), y(point.value), y(point.low), y(point.high), best));
+    label(best, marks, { left: room.left - 2, right: width - room.right, bottom: base });
+    legend(marked);
     table(every, best, side);
-    say(every, points, best, side);
+    say(every, points, marked, best, side);
     light();
   }
 
@@ -238,15 +248,15 @@
     return { group, point, x, y };
   }
 
-  // The front's policies by name, each once, where there is room.
-  function label(best, marks, points, edge) {
+  // The names of policies on the front, and of references: each once, where there is room.
+  function label(best, marks, edge) {
     const boxes = marks.map(({ x, y }) => ({ left: x - 6, right: x + 6, top: y - 6, bottom: y + 6 }));
     const named = new Set();
-    const whole = points.filter(({ policy }) => policy === FULL);
-    for (const point of [...best, ...whole]) {
+    const compared = marks.map(({ point }) => point).filter(({ policy }) => references.includes(policy));
+    for (const point of [...best, ...compared]) {
       if (named.has(point.name)) continue;
       const { x, y } = marks.find((each) => each.point === point);
-      const text = node(svg, "text", { class: "label", "data-name": point.name }, point.name);
+      const text = node(svg, "text", { class: point.rival ? "label" : "label reference", "data-name": point.name }, point.name);
       const { width } = text.getBBox();
       const spots = [[9, 15], [9, -8], [-width - 9, 15], [-width - 9, -8], [-width / 2, 24], [-width / 2, -14]];
       const boxOf = ([right, down]) => ({ left: x + right, right: x + right + width, top: y + down - 10, bottom: y + down + 2 });
@@ -254,7 +264,7 @@
         const box = boxOf(spot);
         const apart = (other) =>
           box.right < other.left || box.left > other.right || box.bottom < other.top || box.top > other.bottom;
-        return box.left > 0 && box.right < edge + 8 && box.top > 0 && boxes.every(apart);
+        return box.left > edge.left && box.right < edge.right + 8 && box.top > 0 && box.bottom < edge.bottom && boxes.every(apart);
       });
       if (!free) {
         text.remove();
@@ -282,16 +292,16 @@
     }
   }
 
-  function say(every, points, best, side) {
+  function say(every, points, marked, best, side) {
     const about = view.question ? `, question ${view.question}` : "";
     const title = `${view.measure} against bytes ${side} on ${view.model}${about}`;
     document.querySelector("#board h2").textContent = title[0].toUpperCase() + title.slice(1);
-    document.querySelector(".about").textContent = `${view.about} ${view.higher ? "More" : "Less"} is better.`;
-    const policies = new Set(points.map((point) => point.name)).size;
+    document.querySelector(".about").textContent = `${view.about} ${view.higher ? "More is better." : LOSSES}`;
+    const policies = new Set(marked.map((point) => point.name)).size;
     const left = every.length - points.length;
     const without = left ? `; ${left} without a known share stand in the table alone` : "";
     document.querySelector("#said output").textContent =
-      `${points.length} marks of ${policies} policies, ${best.length} on the front${without}.`;
+      `${marked.length} marks of ${policies} policies, ${best.length} on the front${without}.`;
     svg.setAttribute("aria-label", document.querySelector("#board h2").textContent);
   }
 
