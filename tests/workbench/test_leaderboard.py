@@ -81,6 +81,13 @@ def test_the_most_thorough_profile_counts_and_trials_do_not(project, tmp_path):
     assert ("keeps", "0") in errors(leaderboard.read(tmp_path, profile="quick"))
 
 
+def test_tables_of_another_shape_and_values_that_are_none_are_left_out(project):
+    together(FEW.drop(columns="full_bytes"))
+    assert {policy for policy, _ in errors(leaderboard.of_store())} == {"oracle_attention"}
+    together(FEW.assign(output_error=FEW["output_error"].where(FEW["policy"] != "keeps")))
+    assert {policy for policy, _ in errors(leaderboard.of_store())} == {"selects", "small", "oracle_attention"}
+
+
 def test_a_table_without_numbers_is_refused(project, tmp_path):
     together()
     (path,) = leaderboard.keep_store(tmp_path)

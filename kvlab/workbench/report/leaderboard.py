@@ -5,6 +5,7 @@ Means of replays are kept beside a ledger as equal_bytes/MODEL.csv; the page is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,6 +54,8 @@ MEASURES = {
 SIDES = ("stored", "read")
 SIZES = [*SIDES, *(f"{side}_bytes" for side in SIDES)]
 NUMBERS = [f"{name}{end}" for name in MEASURES for end in ("", "_low", "_high")]
+ASKED = {"policy", "budget", "full_bytes", *SIZES[2:], *MEASURES}
+"""The columns of a run's tables."""
 COLUMNS = ["model", "policy", "budget", *SIZES, *NUMBERS, "n", "profile", "signature", "commit"]
 WHAT = "table of equal bytes"
 QUESTION = {"prompt": "read", "context": "held back"}
@@ -114,8 +117,9 @@ class Chart:
 
 def means(measured: pandas.DataFrame) -> Iterator[dict[str, Any]]:
     """A row for each policy and budget of `equal_bytes.measure`: means over documents, with 95 % intervals."""
-    for (policy, budget), part in measured.groupby(["policy", "budget"], sort=False, dropna=False):
-        row: dict[str, Any] = {"policy": policy, "budget": "" if budget != budget else f"{budget:g}", "n": len(part)}
+    for _, part in measured.groupby(["policy", "budget"], sort=False, dropna=False):
+        budget = part["budget"].iloc[0]
+        row = {"policy": part["policy"].iloc[0], "n": len(part), "budget": "" if math.isnan(budget) else f"{budget:g}"}
         for side in SIDES:
             size = part[f"{side}_bytes"]
             row |= {side: (size / part["full_bytes"]).mean(), f"{side}_bytes": size.mean()}
@@ -126,17 +130,16 @@ def means(measured: pandas.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def lines(run: Run) -> list[Line]:
-    """What a run measured, as its file has it: numbers to six digits."""
+    """What a run measured, as its file has it: numbers to six digits. Nothing where its tables lack a column."""
     import pandas
 
     tags = run.data.tags
     about = {"model": tags.get("model", ""), "profile": tags.get("kvlab.profile", "")}
     about |= {"signature": tags.get("signature", ""), "commit": tags.get("kvlab.commit", "")}
-    found = {
-        path.stem: [_texts(row | about) for row in means(pandas.read_parquet(path))]
-        for path in artifacts.files(database.client(), run, "tables", ".parquet")
-        if path.stem in TABLES
-    }
+    found = {}
+    for path in artifacts.files(database.client(), run, "tables", ".parquet"):
+        if path.stem in TABLES and not ASKED - set(table := pandas.read_parquet(path)):
+            found[path.stem] = [_texts(row | about) for row in means(table)]
     return [line for table in TABLES for line in found.get(table, [])]
 
 
@@ -237,6 +240,7 @@ def _of_replays(found: Sequence[Line]) -> list[Chart]:
                     rival=line["policy"] not in REFERENCES,
                 )
                 for line, numbers in every
+                if math.isfinite(numbers[name])
             ],
         )
         for name, measure in MEASURES.items()
@@ -252,9 +256,14 @@ def _of_tasks(found: Mapping[tuple[str, ...], Sequence[Line]]) -> list[Chart]:
     charts = []
     for (model, task, settings, compress_at), mine in found.items():
         prompts, alike = task_scores.prompts(settings), variants[model, task]
-        label = f"{task} score" if len(alike) == 1 else f"{task} score, {prompts or alike.index(settings) + 1}"
-        points = list(_scores(mine))
-        about = f"Live answers{f' to prompts of {prompts}' if prompts else ''}, {points[0].n} at most for a policy."
+        once = [task_scores.prompts(other) for other in alike].count(prompts) == 1
+        which = prompts if once else f"settings {alike.index(settings) + 1}"
+        label = f"{task} score" if len(alike) == 1 else f"{task} score, {which}"
+        points = list(_scores([line for line in mine if line["kv_bytes"]]))
+        if not points:
+            continue
+        of = f" to prompts of {prompts}" if prompts else ""
+        about = f"Live answers{of}, {max(point.n for point in points)} at most for a policy."
         charts.append(
             Chart(
                 Subject(model.split()[0]).label,
@@ -277,7 +286,7 @@ def _scores(mine: Sequence[Line]) -> Iterator[Point]:
     """
     plain = next((line for line in mine if line["policy"] == task_scores.FULL), None)
     full = float(plain["kv_bytes"]) if plain else None
-    most = max(int(line["n"]) for line in mine)
+    most = max((int(line["n"]) for line in mine), default=0)
     called = task_scores.system_names(mine)
     for line in sorted(mine, key=lambda line: line["policy"] != task_scores.FULL):
         whole, size = int(line["n"]) == most, float(line["kv_bytes"])
