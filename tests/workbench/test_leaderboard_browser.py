@@ -118,6 +118,18 @@ def test_filters_change_what_is_drawn_and_an_address_brings_it_back(browser, add
         assert complaints == []
 
 
+def test_a_tap_says_what_a_mark_is_and_the_table_fits_a_phone(browser, address, charts):
+    with opened(browser, address, PHONE, has_touch=True) as (shown, complaints):
+        wide = "[...document.querySelectorAll('.scroll')].map(each => each.scrollWidth - each.clientWidth)"
+        for chart in charts[:1] + charts[-1:]:
+            choose(shown, model=chart.model, measure=chart.measure)
+            assert shown.evaluate(wide) == [0], chart.measure
+        shown.locator(".mark.on-front").first.tap(force=True)
+        assert shown.locator(".tip b").inner_text().split()[0] in drawn(shown, ".mark.on-front")
+        assert shown.locator(".chips button[aria-pressed=true]").count() == 1
+        assert complaints == []
+
+
 def test_marks_say_their_interval_and_columns_sort(browser, address, charts):
     (chart,) = [
         chart for chart in charts if (chart.model, chart.measure, chart.question) == (MODEL, RULER, "held back")

@@ -244,7 +244,7 @@
     const enter = () => light(point, { x, y });
     for (const event of ["pointerenter", "focus"]) group.addEventListener(event, enter);
     for (const event of ["pointerleave", "blur"]) group.addEventListener(event, () => light());
-    group.addEventListener("click", () => pick(point.name));
+    group.addEventListener("click", () => pick(point.name, enter));
     return { group, point, x, y };
   }
 
@@ -343,7 +343,7 @@
       const row = node(body, "tr", { "data-name": point.name });
       const first = node(row, "td");
       swatch(first, point);
-      first.append(point.name);
+      first.append(...point.name.split(/(?<=_)/).flatMap((part) => [part, document.createElement("wbr")]));
       if (best.includes(point)) node(first, "span", { class: "flag" }, "front");
       node(row, "td", { class: "n" }, point.budget ? inBudget(point.budget) : "–");
       node(row, "td", { class: "n" }, inShare(point[side]));
@@ -356,12 +356,13 @@
     }
   }
 
-  function pick(called) {
+  // On a touch screen the pointer has left the mark before its click: `after` shows again what it says.
+  function pick(called, after = () => light()) {
     if (!picked.delete(called)) picked.add(called);
     for (const chip of document.querySelectorAll(".chips button")) {
       chip.setAttribute("aria-pressed", picked.has(chip.dataset.name));
     }
-    light();
+    after();
   }
 
   // What the pointer is on, and what was picked, stand out; with a place, a box says what the mark is.
