@@ -141,8 +141,8 @@ def reproduce(
     extras.need()
     from kvlab.workbench import experiments
     from kvlab.workbench.jobs import launch
+    from kvlab.workbench.report import leaderboard, snapshots, stability
     from kvlab.workbench.report import page as report
-    from kvlab.workbench.report import snapshots, stability
 
     names = experiments.names()
     if not names:
@@ -155,7 +155,7 @@ def reproduce(
     results = launch.run(names, profile, None, jobs, fresh, cluster=cluster, models=chosen)
     _render(names, profile)
     ledger = report.entries()
-    page = report.save(ledger, steady=steady)
+    page = report.save(ledger, steady=steady, charts=leaderboard.of_store())
     claims.show(ledger)
     _print_pages(page, names)
     finish(results, quiet=True)
@@ -254,9 +254,9 @@ def report(
     """Write the claims ledger as HTML (report.html, and a page for each of several models) and as data (claims.csv)."""
     extras.need()
     from kvlab.workbench import experiments
+    from kvlab.workbench.report import leaderboard, snapshots, stability, stand_ins, task_scores
     from kvlab.workbench.report import page as ledger
     from kvlab.workbench.report import poster as slide
-    from kvlab.workbench.report import snapshots, stability, stand_ins, task_scores
     from kvlab.workbench.report.claim_mistakes import mistakes
 
     chosen = options.models(models or [])
@@ -271,6 +271,8 @@ def report(
                 typer.echo(f"  dropped {name}: there is no such claim any more")
         for path in stand_ins.keep_store(keep):
             typer.echo(f"{path}: how well stand-ins predict answers")
+        for path in leaderboard.keep_store(keep, chosen, profile):
+            typer.echo(f"{path}: every policy by bytes, for the leaderboard")
         if out is None:
             return
     origin, compare = snapshots.place(origin), snapshots.place(compare)
@@ -285,11 +287,13 @@ def report(
         typer.echo(slide.save(entries, poster))
         return
     if origin:
-        page = ledger.save(entries, out, stability.read(origin), task_scores.boards(origin))
+        charts = leaderboard.read(origin, chosen, profile)
+        page = ledger.save(entries, out, stability.read(origin), task_scores.boards(origin), charts)
     else:
-        page = ledger.save(entries, out, stability.read())
+        charts = leaderboard.of_store(chosen, profile)
+        page = ledger.save(entries, out, stability.read(), charts=charts)
     claims.count(entries)
-    typer.echo(f"{page}\n{page.parent / 'claims.csv'}")
+    typer.echo(f"{page}\n{page.parent / 'claims.csv'}" + (f"\n{page.parent / leaderboard.PAGE}" if charts else ""))
     _say_trials()
     for mistake in mistakes():
         typer.echo(f"note: {mistake}", err=True)

@@ -10,7 +10,7 @@ import datetime
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvlab import papers
 from kvlab.errors import KvlabError
@@ -18,7 +18,7 @@ from kvlab.lib.files import replacing
 from kvlab.render.phrases import number
 from kvlab.render.sentences import sentence
 from kvlab.workbench import project
-from kvlab.workbench.report import forest, model_trends, stability
+from kvlab.workbench.report import forest, leaderboard, model_trends, stability
 from kvlab.workbench.report.evidence import (
     UI,
     Evidence,
@@ -52,6 +52,9 @@ from kvlab.workbench.report.question_timing import moments
 from kvlab.workbench.report.stability import Stability
 from kvlab.workbench.report.task_scores import Board
 from kvlab.workbench.report.value_axis import scale
+
+if TYPE_CHECKING:
+    import jinja2
 
 __all__ = [
     "entries",
@@ -94,11 +97,12 @@ GENERATOR = '<meta name="generator" content="kvlab report">'
 def write(out: str | Path | None = None, model: str | Sequence[str] | None = None, profile: str | None = None) -> Path:
     """Write report.html and claims.csv into `out` (default: the project's `report`); returns the page.
 
-    With several models there is a page for each beside report.html. Each file appears whole or not at all. Raises
-    KvlabError where they cannot be written, the store not be read, or no run in it measured a claim.
+    With several models there is a page for each beside report.html, and leaderboard.html where `all_together` has run.
+    Each file appears whole or not at all. Raises KvlabError where they cannot be written, the store not be read, or no
+    run in it measured a claim.
     """
     check(out)  # refused before the store is read
-    return save(measured(model, profile), out, stability.read())
+    return save(measured(model, profile), out, stability.read(), charts=leaderboard.of_store(model, profile))
 
 
 def measured(model: str | Sequence[str] | None = None, profile: str | None = None) -> list[Entry]:
@@ -126,34 +130,42 @@ def save(
     out: str | Path | None = None,
     steady: Sequence[Stability] = (),
     scores: Sequence[Board] = (),
+    charts: Sequence[leaderboard.Chart] = (),
 ) -> Path:
     """Write the pages and claims.csv of these entries, measured or not; returns report.html.
 
     steady: what was measured of findings with other seeds and texts; those that flip are marked.
     scores: of tasks, which stand in tables of their own.
+    charts: of the leaderboard, a page beside the others; without any there is none.
     """
     folder = _folder(out)
-    pages = render(judged, steady, scores)
+    pages = render(judged, steady, scores, charts)
     with replacing(folder / "claims.csv") as path:
         frame(judged).to_csv(path, index=False)
     # The page that links to the others comes last, so that no link of it leads nowhere.
     for name, text in sorted(pages.items(), key=lambda page: page[0] == MAIN):
         with replacing(folder / name) as path:
             path.write_text(text, encoding="utf-8")
-    for path in folder.glob(OF_MODELS):
+    for path in (*folder.glob(OF_MODELS), *folder.glob(leaderboard.PAGE)):
         if path.name not in pages and GENERATOR in path.read_text(encoding="utf-8", errors="replace")[:2000]:
             path.unlink()
     return folder / MAIN
 
 
-def render(judged: list[Entry], steady: Sequence[Stability] = (), scores: Sequence[Board] = ()) -> dict[str, str]:
-    """Name of a file -> the page, as one string that needs nothing else but the other pages; `steady` and `scores`: as
-    of `save`.
+def render(
+    judged: list[Entry],
+    steady: Sequence[Stability] = (),
+    scores: Sequence[Board] = (),
+    charts: Sequence[leaderboard.Chart] = (),
+) -> dict[str, str]:
+    """Name of a file -> the page, as one string that needs nothing else but the other pages; `steady`, `scores` and
+    `charts`: as of `save`.
     """
     models = by_model(judged)
     order = subjects(judged)
     known = {subject.name: subject for subject in order}
     files = _files(known) if len(models) > 1 else dict.fromkeys(models, MAIN)
+    beside = leaderboard.PAGE if charts else ""
     pages = {
         files[name]: _page(
             mine,
@@ -165,13 +177,34 @@ def render(judged: list[Entry], steady: Sequence[Stability] = (), scores: Sequen
             elsewhere=_elsewhere(judged, name),
             steady=steady,
             scores=[board for board in scores if board.model == Subject(name).label],
+            leaderboard=beside,
         )
         for name, mine in models.items()
     }
     if len(models) > 1:
-        about = {"files": files, "names": known, "others": [], "elsewhere": {}}
+        about = {"files": files, "names": known, "others": [], "elsewhere": {}, "leaderboard": beside}
         pages[MAIN] = _page(judged, order, {}, steady=steady, scores=scores, **about)
+    if charts:
+        pages[beside] = leaderboard.render(_templates(), charts, generator=GENERATOR, main=MAIN, made=_made())
     return pages
+
+
+def _templates() -> jinja2.Environment:
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("kvlab.workbench.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+
+
+def _made() -> dict[str, str | None]:
+    """By what a page was made, and when."""
+    written = datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC")
+    return {"version": project.version(), "commit": project.commit(), "written": written}
 
 
 def _files(names: Iterable[str]) -> dict[str, str]:
@@ -192,15 +225,7 @@ def _page(
     **given: Any,
 ) -> str:
     """The page of these entries, on one model or on several; `shown`: their runs, on the page of one model."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("kvlab.workbench.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+    environment = _templates()
     environment.filters.update(number=number, slug=slug)
     rows = model_trends.rows(judged, order)
     on_models = ledger_names([subject.name for subject in order])
@@ -232,9 +257,7 @@ def _page(
         stored=any(entry.run for entry in judged),
         kept=any(entry.kept for entry in judged),
         drawn=any(item.pictures for item in shown.values()),
-        version=project.version(),
-        commit=project.commit(),
-        written=datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"),
+        **_made(),
         subjects=order,
         groups=FOLDED,
         sections=[_section(paper, judged, rows, order, shown) for paper in papers.of_project()],

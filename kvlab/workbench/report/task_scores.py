@@ -121,20 +121,20 @@ def _board(about: tuple[str, ...], every: Sequence[Mapping[str, str]]) -> Board:
     model, task, settings, compress_at = about
     lines = [line for line in every if not line["mode"] and not line["turn"]]
     fewer = _fewer(lines)
-    plain = _names(every)
-    names = {system: f"{name}, {fewer[system]}" if system in fewer else name for system, name in plain.items()}
-    cells = {(names[_system(line)], line["budget"]): _cell(line) for line in lines}
-    named = dict.fromkeys(system for system, _ in cells if system != FULL)
-    budgets = sorted({budget for system, budget in cells if system != FULL}, key=lambda budget: float(budget or "inf"))
-    rows = [(system, [cells.get((system, budget)) for budget in budgets]) for system in named]
-    last = {names[system]: plain[system] for system in fewer}
+    plain = system_names(every)
+    names = {one: f"{name}, {fewer[one]}" if one in fewer else name for one, name in plain.items()}
+    cells = {(names[system(line)], line["budget"]): _cell(line) for line in lines}
+    named = dict.fromkeys(name for name, _ in cells if name != FULL)
+    budgets = sorted({budget for name, budget in cells if name != FULL}, key=lambda budget: float(budget or "inf"))
+    rows = [(name, [cells.get((name, budget)) for budget in budgets]) for name in named]
+    last = {names[one]: plain[one] for one in fewer}
     rows.sort(key=lambda row: (row[0] in last, -fmean(cell.score for cell in row[1] if cell)))
-    full = next((cell for (system, _), cell in cells.items() if system == FULL), None)
+    full = next((cell for (name, _), cell in cells.items() if name == FULL), None)
     return Board(
         Subject(model.split()[0]).label,
         task,
         settings,
-        _prompts(settings),
+        prompts(settings),
         compress_at,
         max(int(line["n"]) for line in lines),
         full,
@@ -145,7 +145,8 @@ def _board(about: tuple[str, ...], every: Sequence[Mapping[str, str]]) -> Board:
     )
 
 
-def _prompts(settings: str) -> str:
+def prompts(settings: str) -> str:
+    """The tokens and the document of a task's prompts, in words; empty where its settings do not say."""
     given = _given(settings)
     try:
         lengths = ast.literal_eval(given.get("lengths") or given.get("length") or "()")
@@ -161,7 +162,7 @@ def _by_turn(lines: Sequence[Mapping[str, str]], names: Mapping[tuple[str, ...],
     found = []
     for mode in dict.fromkeys(line["mode"] for line in lines):
         mine = sorted((line for line in lines if line["mode"] == mode), key=lambda line: line["policy"] != FULL)
-        at = [names[_system(line)] + (f" at {line['budget']}" if line["budget"] else "") for line in mine]
+        at = [names[system(line)] + (f" at {line['budget']}" if line["budget"] else "") for line in mine]
         cells = {(name, line["turn"]): _cell(line) for name, line in zip(at, mine, strict=True)}
         turns = sorted({line["turn"] for line in mine}, key=int)
         named = dict.fromkeys(at)
@@ -169,14 +170,14 @@ def _by_turn(lines: Sequence[Mapping[str, str]], names: Mapping[tuple[str, ...],
     return found
 
 
-def _names(lines: Sequence[Mapping[str, str]]) -> dict[tuple[str, ...], str]:
+def system_names(lines: Sequence[Mapping[str, str]]) -> dict[tuple[str, ...], str]:
     """What each system of a table is called: the policy, what it went without, its storage, and where a policy stands
     there with several settings those that differ.
     """
-    systems = {_system(line): _given(line["parameters"]) for line in lines}
+    systems = {system(line): _given(line["parameters"]) for line in lines}
     named = {}
-    for system, given in systems.items():
-        policy, storage, _ = system
+    for one, given in systems.items():
+        policy, storage, _ = one
         alike = [other for (name, *_), other in systems.items() if name == policy]
         parts = [policy]
         for parameter, value in given.items():
@@ -185,7 +186,7 @@ def _names(lines: Sequence[Mapping[str, str]]) -> dict[tuple[str, ...], str]:
                 parts.append(words)
             elif any(other.get(parameter) != value for other in alike):
                 parts.append(f"{parameter}={value}")
-        named[system] = ", ".join(parts if storage == PLAIN else [*parts, storage])
+        named[one] = ", ".join(parts if storage == PLAIN else [*parts, storage])
     return named
 
 
@@ -193,13 +194,13 @@ def _fewer(lines: Sequence[Mapping[str, str]]) -> dict[tuple[str, ...], str]:
     """The systems that have fewer answers than others, and how many: scores over other examples are no comparison."""
     counts: dict[tuple[str, ...], int] = {}
     for line in lines:
-        system, n = _system(line), int(line["n"])
-        counts[system] = min(n, counts.get(system, n))
+        one, n = system(line), int(line["n"])
+        counts[one] = min(n, counts.get(one, n))
     most = max(counts.values(), default=0)
-    return {system: f"{n} of {most} answers" for system, n in counts.items() if n < most and system[0] != FULL}
+    return {one: f"{n} of {most} answers" for one, n in counts.items() if n < most and one[0] != FULL}
 
 
-def _system(line: Mapping[str, str]) -> tuple[str, ...]:
+def system(line: Mapping[str, str]) -> tuple[str, ...]:
     """The policy, its storage, and its parameters but for the budget."""
     return line["policy"], line["storage"], repr(_given(line["parameters"]))
 

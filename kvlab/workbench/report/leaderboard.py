@@ -1,0 +1,328 @@
+"""The leaderboard: policies by bytes and by a measure, from runs of `all_together` and from scores of tasks.
+
+Means of replays are kept beside a ledger as equal_bytes/MODEL.csv; the page is leaderboard.html.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvlab.errors import KvlabError
+from kvlab.lib.intervals import summarise
+from kvlab.render import theme
+from kvlab.workbench.report import csv_tables, runs, task_scores
+from kvlab.workbench.report.ledger import is_one_of, names
+from kvlab.workbench.report.ledger_models import Subject
+from kvlab.workbench.report.provenance import thoroughness
+from kvlab.workbench.store import artifacts, database
+
+if TYPE_CHECKING:
+    import jinja2
+    import pandas
+    from mlflow.entities import Run
+
+EXPERIMENT = "all_together"
+FOLDER = "equal_bytes"
+PAGE = "leaderboard.html"
+TABLES = ("measures", "limit")
+"""The tables of a run: every policy, and the limit of a budget."""
+SLACK = 0.05
+"""Sizes within this share count as equal on the front, as in the figures of `all_together`."""
+REFERENCES = ("full", "exact_topk", "oracle_attention")
+"""The full cache, and oracles that no user can run: they are drawn, and never on the front."""
+
+
+class Measure(NamedTuple):
+    """What an axis says of a measure, and whether more of it is better."""
+
+    label: str
+    higher: bool
+    about: str
+
+
+MEASURES = {
+    "output_error": Measure("output error", False, "Relative error of the attention output."),
+    "mass_lost": Measure("attention mass lost", False, "Share of a step's attention on entries that it does not read."),
+    "recall": Measure("recall", True, "Share of the response's top tokens that are there after the prefill."),
+    "window_recall": Measure("window recall", True, "Share of the response's top tokens among those ranked highest."),
+    "step_recall": Measure("step recall", True, "Share of each step's top tokens that the step reads."),
+}
+SIDES = ("stored", "read")
+SIZES = [*SIDES, *(f"{side}_bytes" for side in SIDES)]
+NUMBERS = [f"{name}{end}" for name in MEASURES for end in ("", "_low", "_high")]
+ASKED = {"policy", "budget", "full_bytes", *SIZES[2:], *MEASURES}
+"""The columns of a run's tables."""
+COLUMNS = ["model", "policy", "budget", *SIZES, *NUMBERS, "n", "profile", "signature", "commit"]
+WHAT = "table of equal bytes"
+QUESTION = {"prompt": "read", "context": "held back"}
+
+Line = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A policy at a budget.
+
+    Attributes:
+        name: the policy with the settings that tell it from others.
+        stored, read: shares of the full cache; None where they are not known.
+        low, high: the 95 % interval of `value`.
+        n: how many documents or answers.
+        rival: whether it can be on the front. References cannot, nor can scores over fewer answers than others.
+    """
+
+    policy: str
+    name: str
+    budget: str
+    stored: float | None
+    read: float | None
+    stored_bytes: float
+    read_bytes: float | None
+    value: float
+    low: float
+    high: float
+    n: int
+    rival: bool
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What is drawn at once.
+
+    Attributes:
+        measure: its name, unique for a model and question.
+        group: of the choice of measures.
+        question: "read" or "held back" when the cache was compressed; empty for replays.
+        unit: of n: "documents" or "answers".
+        percent: whether values are shares, shown in percent.
+    """
+
+    model: str
+    group: str
+    measure: str
+    question: str
+    higher: bool
+    percent: bool
+    unit: str
+    about: str
+    points: list[Point]
+
+
+# ---------------------------------------------------------------------------------------------------- means of replays
+
+
+def means(measured: pandas.DataFrame) -> Iterator[dict[str, Any]]:
+    """A row for each policy and budget of `equal_bytes.measure`: means over documents, with 95 % intervals."""
+    for _, part in measured.groupby(["policy", "budget"], sort=False, dropna=False):
+        budget = part["budget"].iloc[0]
+        row = {"policy": part["policy"].iloc[0], "n": len(part), "budget": "" if math.isnan(budget) else f"{budget:g}"}
+        for side in SIDES:
+            size = part[f"{side}_bytes"]
+            row |= {side: (size / part["full_bytes"]).mean(), f"{side}_bytes": size.mean()}
+        for name in MEASURES:
+            value, (low, high) = summarise(part[name])
+            row |= {name: value, f"{name}_low": low, f"{name}_high": high}
+        yield row
+
+
+def lines(run: Run) -> list[Line]:
+    """What a run measured, as its file has it: numbers to six digits. Nothing where its tables lack a column."""
+    import pandas
+
+    tags = run.data.tags
+    about = {"model": tags.get("model", ""), "profile": tags.get("kvlab.profile", "")}
+    about |= {"signature": tags.get("signature", ""), "commit": tags.get("kvlab.commit", "")}
+    found = {}
+    for path in artifacts.files(database.client(), run, "tables", ".parquet"):
+        if path.stem in TABLES and not ASKED - set(table := pandas.read_parquet(path)):
+            found[path.stem] = [_texts(row | about) for row in means(table)]
+    return [line for table in TABLES for line in found.get(table, [])]
+
+
+def _texts(row: Mapping[str, Any]) -> Line:
+    return {name: f"{row[name]:.6g}" if isinstance(row[name], float) else str(row[name]) for name in COLUMNS}
+
+
+def _runs(model: str | Sequence[str] | None, profile: str | None) -> list[Run]:
+    """Of each of these models the newest finished job of its most thorough profile."""
+    profiles = [profile] if profile else runs.newest({EXPERIMENT}, "kvlab.profile").get(EXPERIMENT, {})
+    found: dict[str, Run] = {}
+    for each in sorted(profiles, key=thoroughness):
+        for name, run in runs.newest({EXPERIMENT}, "model", profile=each).get(EXPERIMENT, {}).items():
+            if is_one_of(name, names(model)):
+                found.setdefault(Subject(name).label, run)
+    return list(found.values())
+
+
+def keep_store(folder: Path, model: str | Sequence[str] | None = None, profile: str | None = None) -> list[Path]:
+    """Write FOLDER/equal_bytes/MODEL.csv of each model; lines of other profiles stay. Returns the files.
+
+    A line is a policy at a budget: bytes stored and read (shares of the full cache, and bytes), each measure with its
+    95 % interval over documents, n (documents), and the run's profile, signature and commit.
+    """
+    written = []
+    for run in _runs(model, profile):
+        if mine := lines(run):
+            path = folder / FOLDER / f"{Subject(mine[0]['model']).label}.csv"
+            before = csv_tables.read(path, COLUMNS, WHAT) if path.exists() else []
+            others = [line for line in before if line["profile"] != mine[0]["profile"]]
+            csv_tables.write(path, [*others, *mine], COLUMNS)
+            written.append(path)
+    return written
+
+
+# ---------------------------------------------------------------------------------------------------- charts
+
+
+def of_store(model: str | Sequence[str] | None = None, profile: str | None = None) -> list[Chart]:
+    """The charts of the store's runs of `all_together`."""
+    return [chart for run in _runs(model, profile) for chart in _of_replays(lines(run))]
+
+
+def read(folder: Path, model: str | Sequence[str] | None = None, profile: str | None = None) -> list[Chart]:
+    """The charts of what a folder keeps: of each model the replays of its most thorough profile, then its tasks.
+
+    Raises:
+        KvlabError: a file cannot be read, or has no numbers.
+    """
+    found = []
+    for path in sorted((folder / FOLDER).glob("*.csv")):
+        of_profiles: dict[str, list[Line]] = {}
+        for line in csv_tables.read(path, COLUMNS, WHAT):
+            if is_one_of(line["model"], names(model)) and profile in (None, line["profile"]):
+                of_profiles.setdefault(line["profile"], []).append(line)
+        if of_profiles:
+            found += _of_replays(of_profiles[min(of_profiles, key=thoroughness)])
+    for path in sorted((folder / task_scores.FOLDER).glob("*.csv")):
+        of_tasks: dict[tuple[str, ...], list[Line]] = {}
+        for line in task_scores.read(path):
+            if is_one_of(line["model"].split()[0], names(model)) and not (line["kind"] or line["mode"] or line["turn"]):
+                about = (*(line[name] for name in ("model", "task", "settings", "compress_at")),)
+                of_tasks.setdefault(about, []).append(line)
+        found += _of_tasks(of_tasks)
+    return found
+
+
+def _of_replays(found: Sequence[Line]) -> list[Chart]:
+    """A chart for each measure, from the lines of one run."""
+    if not found:
+        return []
+    first = found[0]
+    try:
+        every = [(line, {name: float(line[name]) for name in [*SIZES, *NUMBERS]}) for line in found]
+    except ValueError as error:
+        raise KvlabError(f"the {WHAT} of {first['model']} has no readable numbers: {error}") from error
+    about = f" Means over {first['n']} documents, {first['profile']} profile of {EXPERIMENT}."
+    return [
+        Chart(
+            Subject(first["model"]).label,
+            "Replays",
+            measure.label,
+            "",
+            measure.higher,
+            False,
+            "documents",
+            measure.about + about,
+            [
+                Point(
+                    line["policy"],
+                    line["policy"],
+                    line["budget"],
+                    **{name: numbers[name] for name in SIZES},
+                    value=numbers[name],
+                    low=numbers[f"{name}_low"],
+                    high=numbers[f"{name}_high"],
+                    n=int(line["n"]),
+                    rival=line["policy"] not in REFERENCES,
+                )
+                for line, numbers in every
+                if math.isfinite(numbers[name])
+            ],
+        )
+        for name, measure in MEASURES.items()
+    ]
+
+
+def _of_tasks(found: Mapping[tuple[str, ...], Sequence[Line]]) -> list[Chart]:
+    """A chart for each task, its settings and moment of compression."""
+    variants: dict[tuple[str, str], list[str]] = {}
+    for model, task, settings, _ in found:
+        known = variants.setdefault((model, task), [])
+        known += [settings] * (settings not in known)
+    charts = []
+    for (model, task, settings, compress_at), mine in found.items():
+        prompts, alike = task_scores.prompts(settings), variants[model, task]
+        once = [task_scores.prompts(other) for other in alike].count(prompts) == 1
+        which = prompts if once else f"settings {alike.index(settings) + 1}"
+        label = f"{task} score" if len(alike) == 1 else f"{task} score, {which}"
+        points = list(_scores([line for line in mine if line["kv_bytes"]]))
+        if not points:
+            continue
+        of = f" to prompts of {prompts}" if prompts else ""
+        about = f"Live answers{of}, {max(point.n for point in points)} at most for a policy."
+        charts.append(
+            Chart(
+                Subject(model.split()[0]).label,
+                "Tasks",
+                label,
+                QUESTION.get(compress_at, compress_at),
+                True,
+                True,
+                "answers",
+                about,
+                points,
+            )
+        )
+    return charts
+
+
+def _scores(mine: Sequence[Line]) -> Iterator[Point]:
+    """The points of a task, the full cache's first. Scores over fewer answers have no share: the full cache's bytes on
+    these examples are not kept.
+    """
+    plain = next((line for line in mine if line["policy"] == task_scores.FULL), None)
+    full = float(plain["kv_bytes"]) if plain else None
+    most = max((int(line["n"]) for line in mine), default=0)
+    called = task_scores.system_names(mine)
+    for line in sorted(mine, key=lambda line: line["policy"] != task_scores.FULL):
+        whole, size = int(line["n"]) == most, float(line["kv_bytes"])
+        # Of a few answers the interval reaches further than scores do.
+        value, low, high = (min(max(float(line[name]), 0), 1) for name in ("score", "low", "high"))
+        yield Point(
+            line["policy"],
+            called[task_scores.system(line)],
+            line["budget"],
+            size / full if full and whole else None,
+            None,
+            size,
+            None,
+            value,
+            low,
+            high,
+            int(line["n"]),
+            whole and line["policy"] not in REFERENCES,
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- the page
+
+
+def data(charts: Sequence[Chart]) -> dict[str, Any]:
+    """What the page holds as JSON: the charts, and how each policy is drawn."""
+    drawn = {point.policy for chart in charts for point in chart.points}
+    return {
+        "slack": SLACK,
+        "references": REFERENCES,
+        "charts": [asdict(chart) for chart in charts],
+        "looks": {policy: theme.look(policy)._asdict() for policy in sorted(drawn)},
+    }
+
+
+def render(environment: jinja2.Environment, charts: Sequence[Chart], **given: Any) -> str:
+    """The page, which needs nothing but itself."""
+    models = list(dict.fromkeys(chart.model for chart in charts))
+    return environment.get_template(f"{PAGE}.j2").render(data=data(charts), models=models, **given)
