@@ -13,6 +13,7 @@ from support.paths import ROOT
 
 from kvlab.papers import DIRECTION, FAILS, HOLDS, UNDECIDED, UNMEASURED
 from kvlab.workbench.report import snapshots
+from kvlab.workbench.report.ledger import WEAKEST
 
 PAGES = [
     ROOT / "README.md",
@@ -362,3 +363,104 @@ def test_needles_before_and_after_the_question():
         for name, first, later in six:
             found = [15 * scores[name.lower(), moment] for moment in ("prompt", "context")]
             assert found == pytest.approx([int(first), int(later)], abs=1e-3), (short, document, name)
+
+
+MOVED = {
+    # page's words: {claim: (states by the quick profile, states by the full one)}, on one model
+    "0.5b": {
+        "Some things that held on Qwen 0.5B in the quick profile's eight documents are undecided in the full one's "
+        "twenty: that RocketKV's wide pooling helps, that its lead grows with the prompt, that DapQ's lead over SnapKV "
+        "grows as budgets shrink, that ZSMerge's merging removes a larger part of the error at half of the cache than "
+        "at a fifth (by 0.7 % of it, -0.3 to 1.6), and that CompilerKV's filled sets keep more attention than "
+        "ZigZagKV's (0.4 %). So is RocketKV's lead over DuoAttention,": {
+            "rocketkv.section3_3.wide_pooling": (HELD, [UNDECIDED]),
+            "rocketkv.section4_2.longer_is_wider": (HELD, [UNDECIDED]),
+            "dapq.abstract.tight_budgets": (HELD, [UNDECIDED]),
+            "zsmerge.figure4.reduction_50": (HELD, [UNDECIDED]),
+            "compilerkv.table1.filled_over_zigzagkv": (HELD, [UNDECIDED]),
+            "rocketkv.figure4.over_duoattention": (HELD, [UNDECIDED]),
+        },
+        "Some that had failed are undecided as well, three of CompilerKV's filled sets (against H2O's, and how flat "
+        "they are), two of ZSMerge's share of the budget for recent tokens, and DapQ's lead on questions with the same "
+        "pooling on both sides.": {
+            "compilerkv.table1.filled_over_h2o": ([FAILS], [UNDECIDED]),
+            "compilerkv.figure2.filled_flatter_than_snapkv": ([FAILS], [UNDECIDED]),
+            "compilerkv.figure2.filled_flatter_than_allocation": ([FAILS], [UNDECIDED]),
+            "zsmerge.figure5.proximity_extremes": ([FAILS], [UNDECIDED]),
+            "zsmerge.figure5.proximity_best": ([FAILS], [UNDECIDED]),
+            "dapq.section3_3.task_same_pooling_qa": ([FAILS], [UNDECIDED]),
+        },
+        "DapQ's sets answer questions better than SnapKV's and PyramidKV's and needles worse, and CompilerKV's filled "
+        "sets answer questions worse than SnapKV's and, below 256 entries, than H2O's.": {
+            "dapq.table3.task_over_snapkv": ([UNDECIDED], HELD),
+            "dapq.table3.task_over_pyramidkv": ([UNDECIDED], HELD),
+            "dapq.table9.task_over_snapkv": ([UNDECIDED], [FAILS]),
+            "compilerkv.table1.task_filled_over_snapkv": ([UNDECIDED], [FAILS]),
+            "compilerkv.figure2.task_filled_below_256": ([UNDECIDED], [FAILS]),
+        },
+    },
+    "smollm2": {
+        "DapQ's growing lead at shrinking budgets, by the likelihood of answers, and MorphKV's on questions are among "
+        "those that are decided for the papers.": {
+            "dapq.section5_2.task_aggressive": ([UNDECIDED], HELD),
+            "morphkv.figure10.task_likelihood": ([UNDECIDED], HELD),
+        },
+        "Among those that become undecided a kernel's best width, what a wide kernel gains, and a small window's "
+        "recall looked clear on eight documents and are not. ZSMerge's speed, after longer prompts, turned from "
+        "failing to holding. CompilerKV's weights, learnt one head at a time, had too little evidence in the quick run to be "
+        "given any; in the full one they are measured, and keep a little more attention.": {
+            "rocketkv.figure7.optimum": (HELD, [UNDECIDED]),
+            "rocketkv.figure7.wide_kernel": (HELD, [UNDECIDED]),
+            "dapq.figure3.small_windows": (HELD, [UNDECIDED]),
+            "zsmerge.figure3.speedup": ([FAILS], HELD),
+            "compilerkv.section4_3.marginal_contributions": ([UNMEASURED], HELD),
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("short", "words", "claim"),
+    [(short, words, claim) for short, pages in MOVED.items() for words, claims in pages.items() for claim in claims],
+)
+def test_what_the_full_profile_moves_is_what_is_kept(short, words, claim):
+    assert words in text(ROOT / "docs" / "disagreements.md")
+    quick, full = MOVED[short][words][claim]
+    assert kept(claim, short, "quick").verdict in quick and kept(claim, short, "full").verdict in full
+
+
+def test_all_that_failed_or_held_and_is_undecided_by_the_full_profile_is_named():
+    """On the 0.5B, where the page lists them."""
+    named = {claim for claims in MOVED["0.5b"].values() for claim in claims}
+    path = ROOT / "docs" / "ledger" / f"{SHORT['0.5b']}.csv"
+    quick, full = ({each.claim.id: each for each in snapshots.read(path, profile)} for profile in ("quick", "full"))
+    moved = {
+        claim
+        for claim, entry in full.items()
+        if entry.verdict.verdict == UNDECIDED and quick[claim].verdict.verdict in (*HELD, FAILS)
+    }
+    assert moved <= named
+
+
+def test_the_needles_digits_are_undecided_by_the_quick_profile_on_each_model():
+    claim = "dapq.abstract.task_needle"
+    assert "by the quick profile, which leaves it undecided on each model" in text(ROOT / "docs" / "disagreements.md")
+    assert {kept(claim, short, "quick").verdict for short in SHORT} == {UNDECIDED}
+    assert kept(claim, "smollm2", "full").verdict == FAILS and kept(claim, "0.5b", "full").verdict == UNDECIDED
+
+
+def test_those_that_flip_are_named():
+    frame = pandas.read_csv(ROOT / "docs" / "ledger" / "stability" / "smollm2-135m.csv")
+    weakest = frame.groupby(["finding", "seed", "documents"])["verdict"].agg(lambda mine: min(mine, key=WEAKEST.index))
+    states = weakest.groupby("finding").agg(set)
+    flipping = {finding: found for finding, found in states.items() if len(found) > 1}
+    assert flipping == {
+        "RocketKV against the full cache on needles": {DIRECTION, HOLDS},
+        "CompilerKV's filled sets against H2O": {UNDECIDED, FAILS},
+        "CompilerKV's filled sets against DynamicKV": {UNDECIDED, FAILS},
+        "early facts after a long response, by window": {FAILS, UNDECIDED},
+    }
+    assert (
+        "Those that flip are RocketKV against the full cache on needles, between *holds in direction only* and "
+        "*holds*; CompilerKV's filled sets against H2O's and against DynamicKV's, between *undecided* and *fails*"
+    ) in text(ROOT / "docs" / "disagreements.md")

@@ -181,7 +181,7 @@ class Run:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        entries = [Metric(point.name, _finite(*point[::2]), now, point.step) for point in points]
+        entries = [Metric(point.name, _finite(point.name, point.value), now, point.step) for point in points]
         for first in range(0, len(entries), BATCH):
             self.client.log_batch(self.id, metrics=entries[first : first + BATCH])
 
