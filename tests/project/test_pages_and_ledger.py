@@ -407,8 +407,8 @@ MOVED = {
         },
         "Among those that become undecided a kernel's best width, what a wide kernel gains, and a small window's "
         "recall looked clear on eight documents and are not. ZSMerge's speed, after longer prompts, turned from "
-        "failing to holding. CompilerKV's weights, learnt one head at a time, had too little evidence in the quick run to be "
-        "given any; in the full one they are measured, and keep a little more attention.": {
+        "failing to holding. CompilerKV's weights, learnt one head at a time, had too little evidence in the quick run "
+        "to be given any; in the full one they are measured, and keep a little more attention.": {
             "rocketkv.figure7.optimum": (HELD, [UNDECIDED]),
             "rocketkv.figure7.wide_kernel": (HELD, [UNDECIDED]),
             "dapq.figure3.small_windows": (HELD, [UNDECIDED]),
