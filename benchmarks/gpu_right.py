@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import common
 import torch
@@ -82,7 +82,7 @@ class Pair:
 
     def moved(self, dtype: torch.dtype) -> kvlab.LM:
         model = copy.deepcopy(self.cpu.model)
-        model.to(device=self.device, dtype=dtype)
+        cast(torch.nn.Module, model).to(self.device, dtype)
         return replace(self.cpu, model=model)
 
     @cached_property
@@ -110,7 +110,7 @@ class Pair:
 
     def captured(self, lm: kvlab.LM) -> kvlab.Trace:
         needed = [chosen(name) for name in kvlab.policies()]
-        options = dict(queries="all", accumulate=True, pseudo=[chosen("dapq")], policies=needed)
+        options: dict[str, Any] = {"queries": "all", "accumulate": True, "pseudo": [chosen("dapq")], "policies": needed}
         return kvlab.capture(lm, self.ids, len(self.response), response=self.response, progress=False, **options)
 
 
