@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import common
 import torch
@@ -116,6 +116,18 @@ class Model:
         return self._lm
 
 
+Counted = TypeVar("Counted")
+
+
+def with_peak(lm: kvlab.LM, run: Callable[[], Counted]) -> tuple[Counted, int | None]:
+    """What `run` gives, and its peak memory above the loaded model; None where torch does not count it."""
+    if not devices.counts_peak(lm.device):
+        return run(), None
+    with memory.Peak(lm.device) as peak:
+        found = run()
+    return found, peak.bytes
+
+
 def in_turns(
     lm: kvlab.LM,
     bandwidth: float,
@@ -141,11 +153,8 @@ def in_turns(
             return {}
 
     def counted(each: timing.Contender) -> dict[str, float]:
-        if not devices.counts_peak(lm.device):
-            return timing.generate(lm, ids, steps, each)
-        with memory.Peak(lm.device) as peak:
-            numbers = timing.generate(lm, ids, steps, each)
-        return numbers | {"peak_bytes": peak.bytes}
+        numbers, peak = with_peak(lm, lambda: timing.generate(lm, ids, steps, each))
+        return numbers if peak is None else numbers | {"peak_bytes": peak}
 
     try:
         for each in chosen:
@@ -238,21 +247,20 @@ def capturing(model: Model, given: Size, rows: list[Row]) -> None:
 def _compared(lm: kvlab.LM, runs: dict[str, Callable[[], object]], tokens: int, rounds: int, rows: list[Row]) -> None:
     """The runs in turns, and a row each with the ratio to the first."""
     times: dict[str, list[float]] = {name: [] for name in runs}
-    peaks: dict[str, int] = {}
+    peaks: dict[str, int | None] = {}
     common.prefill(lm, common.prompt(lm, min(tokens, WARM)))
     try:
         for _, name in clock.rounds(list(runs), rounds):
-            with memory.Peak(lm.device) as peak:
-                times[name].append(clock.seconds(lm.device, runs[name]))
-            peaks[name] = peak.bytes
+            spent, peaks[name] = with_peak(lm, partial(clock.seconds, lm.device, runs[name]))
+            times[name].append(spent)
     finally:
         first = next(iter(times.values()))
         for name, own in times.items():
             if own:
                 columns = common.time_columns(own[: len(first)], first[: len(own)])
-                rows.append(
-                    {"what": name, "tokens": tokens, "rounds": len(own), **columns, "peak, MiB": peaks[name] / MIB}
-                )
+                peak = peaks[name]
+                row: Row = {"what": name, "tokens": tokens, "rounds": len(own), **columns}
+                rows.append(row if peak is None else row | {"peak, MiB": peak / MIB})
 
 
 def replaying(model: Model, given: Size, rows: list[Row]) -> None:

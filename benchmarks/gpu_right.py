@@ -233,5 +233,7 @@ def items(name: str, device: torch.device) -> list[Item]:
     todo |= {LIVE.format(each): partial(live, pair, each) for each in sorted(kvlab.policies())}
     todo["bfloat16"] = partial(rounded, pair)
     # The first item loads the model.
-    heavy = {"capture": 20, "bfloat16": 5, "attribution snapkv": 5}
+    heavy = {"capture": 20, "bfloat16": 5, "attribution snapkv": 5} | {
+        what: 3 for what in todo if what.startswith(("fidelity", "storage"))
+    }
     return [Item("right", label, what, partial(unless_refused, run), heavy.get(what, 1)) for what, run in todo.items()]

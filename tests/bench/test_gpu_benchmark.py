@@ -81,6 +81,18 @@ def test_the_parts_of_a_pretended_gpu_are_right(benchmark):
             assert rows and all(row.get("right", True) for row in rows), name
 
 
+def test_a_pretended_gpu_is_timed_without_a_peak_that_torch_cannot_count(benchmark):
+    *_, fast = benchmark
+    with pretend_gpu.present() as device:
+        model, given = fast.Model(device), fast.size("tiny")
+        items = {item.name: item for item in fast.fast(model, given) + fast.lab(model, given)}
+        for name in ("decoding after 64 tokens", "zsmerge, 2 x 64 tokens", "capture", "replays"):
+            rows = []
+            items[name].run(rows)
+            assert rows and not any("note" in row or "peak, MiB" in row for row in rows), name
+        assert model.of("tiny").device.type == device.type
+
+
 def test_a_device_that_computes_something_else_is_found(benchmark, monkeypatch, tmp_path):
     gpu, _, right, _ = benchmark
     plain = right.Pair.moved
