@@ -138,18 +138,18 @@ def contenders(
 
 def generate(lm: models.LM, ids: Tensor, steps: int, contender: Contender) -> dict[str, float]:
     """One run: the prompt, the step that ends it, and `steps` decoding steps; every metric that it yields."""
-    device = lm.device
     with torch.inference_mode(), contender.session(lm) as session:
-        times = [clock.wall(device)]
+        marks = clock.Marks(lm.device)
+        marks.mark()
         out = lm.model(ids, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values
         for _ in range(1 + steps):
             token = out.logits[:, -1:].argmax(-1)
-            times.append(clock.wall(device))
+            marks.mark()
             out = lm.model(token, past_key_values=cache, use_cache=True)
-        times.append(clock.wall(device))
+        marks.mark()
         stored = meters.stored(cache, session)
-    prefill, first, *decoding = [after - before for before, after in zip(times, times[1:], strict=False)]
+    prefill, first, *decoding = marks.gaps()
     numbers = {"time_to_first_token": prefill + first, "prompt_time": prefill, "first_step": first}
     if decoding:
         numbers |= {
