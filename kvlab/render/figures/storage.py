@@ -173,7 +173,7 @@ def differences(found: Findings, name: str = "kl") -> Figure:
     figure.legend(handles=handles, loc="outside upper left", ncols=4, title=TITLE, alignment="left", title_fontsize=12)
     figure.legends[0].get_title().set_fontweight("bold")
     filled = "filled: the interval leaves 0 out; right of 0: the second answer loses less"
-    plots.note(figure, found.table, "bars: 95 % intervals of paired differences", filled)
+    plots.note(figure, at(found.table, measure=name), "bars: 95 % intervals of paired differences", filled)
     return figure
 
 

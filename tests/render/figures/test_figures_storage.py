@@ -46,14 +46,16 @@ def test_differences_have_a_panel_for_each_question_and_a_row_for_each_pair_of_a
 
 
 def test_a_difference_is_a_mark_in_its_policy_s_look_filled_where_it_is_decided():
-    found = Findings(pd.DataFrame({"document": ["a", "b", "c"]}))
+    found = Findings(pd.DataFrame({"document": ["a", "b", "c"], "measure": ["kl", "kl", "needles_lost"]}))
     found.set(storing.SIZE, 0.5, storage="int8")
     ends = {"snapkv": (0.1, 0.3), "kvzip": (-0.1, 0.3)}
     for policy, interval in ends.items():
         keys = {"storage": "int8", "policy": policy, "measure": "kl"}
         found.set(storing.EVICT, sum(interval) / 2, interval, **keys)
         found.set(storing.BOTH, sum(interval) / 2, interval, other="kivi-4", **keys)
-    evict, both = (ax for ax in draw.differences(found).axes if ax.get_visible())
+    figure = draw.differences(found)
+    assert figure.get_supxlabel().startswith("n = 2 documents"), "those of this measure alone"
+    evict, both = (ax for ax in figure.axes if ax.get_visible())
     marks = {line.get_marker(): line for line in evict.lines if len(line.get_xdata()) == 1}
     snapkv, kvzip = (marks[theme.look(policy).marker] for policy in ends)
     assert snapkv.get_markerfacecolor() == snapkv.get_color() == theme.look("snapkv").colour
