@@ -87,7 +87,7 @@ def note(figure: Figure, table: pandas.DataFrame, intervals: str = "", *more: st
 
     table: what was measured, with the column document; intervals: such as "bands: 95 % intervals of the mean".
     """
-    number = table["document"].nunique() if "document" in table else 0
+    number = len(set(table["document"])) if "document" in table else 0
     counted = f"n = {number:,} document{'s' if number > 1 else ''}" if number else ""
     said = filter(None, ["; ".join(filter(None, [counted, intervals])), *more])
     figure.supxlabel("\n".join(said), fontsize=9, color=FAINT)

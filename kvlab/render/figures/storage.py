@@ -155,7 +155,7 @@ def differences(found: Findings, name: str = "kl") -> Figure:
     asked = [(question, rows) for question, rows in _asked(found, name).items() if len(rows)]
     policies = list(dict.fromkeys(policy for _, rows in asked for policy in rows["policy"]))
     beside = [asked[start : start + 2] for start in range(0, len(asked), 2)]
-    heights = [max(rows["label"].nunique() for _, rows in both) for both in beside]
+    heights = [max(len(set(rows["label"])) for _, rows in both) for both in beside]
     size = plots.WIDTH, 1.6 + sum(0.9 + height * (0.16 + 0.1 * len(policies)) for height in heights)
     figure, grid = plt.subplots(len(beside), 2, figsize=size, squeeze=False, sharex=True, height_ratios=heights)
     for ax in grid.flat[len(asked) :]:

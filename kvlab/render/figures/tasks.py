@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
@@ -31,7 +31,8 @@ POOLINGS = {
     "snapkv_unpooled": "SnapKV, unpooled",
 }
 """Who is asked for RULER's identifiers, with both poolings."""
-CLOSE = {"fontsize": 9, "columnspacing": 1}
+AS_PRINTED = "as the paper prints it"
+CLOSE: dict[str, Any] = {"fontsize": 9, "columnspacing": 1}
 SHARES = {256: 0.20, 128: 0.10, 64: 0.05}
 """These budgets as shares of a prompt of about 1,280 tokens: ZSMerge's table 2 has the same shares."""
 WAYS = {"zsmerge_question": "2 slots, scores from the question", "zsmerge": "recommended settings"}
@@ -119,8 +120,8 @@ def against_budget(findings: Findings) -> Figure:
         plots.doublings(ax, [budget for budget in (64, 128, 256, 512) if low <= budget <= high])
     measured = {label: curve for ax in grid[0] for curve, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     shown = {name: measured[name] for name in COMPARED.values() if name in measured}
-    printed = Line2D([], [], color=plots.PAPER, linestyle="--", marker="D", label="as the paper prints it")
-    figure.legend([*shown.values(), printed], [*shown, printed.get_label()], loc="outside upper left", ncols=6, **CLOSE)
+    printed = Line2D([], [], color=plots.PAPER, linestyle="--", marker="D", label=AS_PRINTED)
+    figure.legend([*shown.values(), printed], [*shown, AS_PRINTED], loc="outside upper left", ncols=6, **CLOSE)
     better = "measured here, lower is better; the paper's scores, higher is better"
     plots.note(
         figure, findings.table.loc[findings.table["task"].isin(["qa", "ruler"])], f"bars: {plots.INTERVALS}", better

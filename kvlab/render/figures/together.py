@@ -70,9 +70,15 @@ def pareto(measured: pd.DataFrame, side: str, limit: pd.DataFrame | None = None)
     named = [name for name in every_name if len(every_name) <= FEW or name in on_front or name in PAPERS]
     for name, part in drawn.groupby("policy", sort=False):
         tint, marker = theme.look(str(name)) if name in named else theme.Look(theme.RULE, "")
-        thick = {"linewidth": 2 if name in on_front else 1.2 if name in named else 0.8}
-        place = {"zorder": 3 if name in named else 1}
-        ax.plot(part["bytes"] / 2**20, part["value"], color=tint, marker=marker, markersize=5, **thick, **place)
+        ax.plot(
+            part["bytes"] / 2**20,
+            part["value"],
+            color=tint,
+            marker=marker,
+            markersize=5,
+            linewidth=2 if name in on_front else 1.2 if name in named else 0.8,
+            zorder=3 if name in named else 1,
+        )
     ax.set_xscale("log")
     ax.set_yscale("log")
     if len(oracle):

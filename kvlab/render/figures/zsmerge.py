@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 import pandas
@@ -165,7 +165,7 @@ def while_decoding(findings: Findings) -> Figure:
     for number, (marker, (definition, label)) in enumerate(zip("os^", DEFINITIONS.items(), strict=True)):
         part = rows.loc[rows["definition"] == definition].set_index("variant").loc[list(DECODED)]
         xs = [x + (number - 1) * 0.22 for x in range(len(part))]
-        shown = {"fmt": marker, "color": plots.COLOURS[number], "label": label}
+        shown: dict[str, Any] = {"fmt": marker, "color": plots.COLOURS[number], "label": label}
         plots.points(kinds, 100 * part[["value", "low", "high"]], xs, **shown)
     kinds.set_xticks(range(len(DECODED)), [fill(name, 12) for name in DECODED.values()])
     kinds.set(ylabel="eviction's error removed (%)", title="Whole response, by setting")
