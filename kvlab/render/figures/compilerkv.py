@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
 
@@ -12,7 +12,7 @@ from kvlab.analyses.compilerkv import ablation, printed, quality, theorem
 from kvlab.analyses.compilerkv.variants import ladder
 from kvlab.render import theme
 from kvlab.render.figures import plots
-from kvlab.render.figures.many_policies import AXIS, at
+from kvlab.render.figures.many_policies import AXIS, at, named_rows
 
 if TYPE_CHECKING:
     import pandas
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 OURS, OTHERS = theme.look("compilerkv").colour, plots.COLOURS[1]
 SHOWN = ("filled", *quality.RIVALS)
+SETS = {
+    "here": (quality.GAIN_FILLED, "P", OURS),
+    "here, with SnapKV's pooling and window": (quality.GAIN_TWIN, "s", plots.COLOURS[2]),
+    "here, the authors' code": (quality.GAIN_PUBLISHED, "^", OTHERS),
+}
+"""Whose gain a mark is: the effect, the marker, the colour."""
 BUDGET = "budget, entries for each layer and KV head"
 
 
@@ -40,59 +46,43 @@ def _scores() -> pandas.DataFrame:
 
 
 def table_1(findings: Findings) -> Figure:
-    """The gain of CompilerKV's filled sets on each rival, beside LongBench's averages; squares: its twin with SnapKV's
-    pooling and window, triangles: the authors' code.
+    """The gain of CompilerKV's filled sets on each rival: a row for each rival, a panel for each measure.
+
+    Beside it stand LongBench's averages, its twin with SnapKV's pooling and window, and the authors' code.
 
     findings: of `quality.table_1`.
     """
-    figure, axes = plt.subplots(1, 2, figsize=(13, 5))
-    labels = {name: label.replace("KV", "-\nKV").replace("LLM", "-\nLLM") for name, label in quality.LABELS.items()}
+    figure, axes = plt.subplots(1, 2, figsize=(plots.WIDTH, 5.4))
+    rivals = [*quality.RIVALS]
+    paper = {name: 100 * gain for name, gain in _printed_by_method(printed.gains(_scores())).items()}
     for ax, (measure, title) in zip(axes, {"kept": "attention kept", "recall": "recall"}.items(), strict=True):
-        plots.paper_beside_ours(
-            {name: 100 * gain for name, gain in _printed_by_method(printed.gains(_scores())).items()},
-            *plots.by_key(at(findings.frame(quality.GAIN_FILLED), measure=measure), "rival", 100),
-            labels=labels,
-            ylabel="CompilerKV over the competitor, %",
-            title=f"Table 1: gain in {title}",
-            ours_label="here",
-            paper_label="paper: LongBench",
-            value_format="{:.1f}",
-            ax=ax,
+        ax.scatter(
+            [paper[name] for name in rivals],
+            [y - 0.3 for y in range(len(rivals))],
+            marker="D",
+            s=34,
+            color=plots.PAPER,
+            edgecolor=AXIS,
+            linewidth=0.8,
+            label="paper: LongBench's score",
         )
-        published = at(findings.frame(quality.GAIN_PUBLISHED), measure=measure)
-        _other_sets(
-            ax,
-            {
-                ("SnapKV's twin", "s", plots.COLOURS[2]): at(findings.frame(quality.GAIN_TWIN), measure=measure),
-                ("the authors' code", "^", OTHERS): published.query("rival != 'twin'"),
-            },
-        )
-        ax.axhline(0, color=AXIS, linewidth=1)
+        for number, (label, (effect, marker, tint)) in enumerate(SETS.items()):
+            rows = at(findings.frame(effect), measure=measure).set_index("rival").loc[rivals]
+            ys = [y - 0.1 + 0.2 * number for y in range(len(rivals))]
+            shown = {"fmt": marker, "color": tint, "capsize": 2, "elinewidth": 1.4, "label": label}
+            plots.points(ax, 100 * rows.filter(["value", "low", "high"]), ys, rows=True, **shown)
+        ax.axvline(0, color=AXIS, linewidth=1)
+        named_rows(ax, [quality.LABELS[name] for name in rivals], [theme.look(name).colour for name in rivals])
+        for y in range(1, len(rivals)):
+            ax.axhline(y - 0.5, color=theme.GRID, linewidth=0.8, zorder=0)
+        ax.set_xlabel(f"CompilerKV's gain in {title} (%)", fontsize=10)
+        ax.set_title(f"Table 1: {title}")
+    axes[1].tick_params(labelleft=False)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=2)
+    right = "right of 0: CompilerKV is better than the method that the row names"
+    plots.note(figure, findings.table, f"bars: {plots.INTERVALS}", right)
     return figure
-
-
-def _other_sets(ax: Axes, gains: Mapping[tuple[str, str, str], pandas.DataFrame]) -> None:
-    """Marks beside each pair of bars, one for each (label, marker, colour): the same gains of other sets."""
-    legend = ax.get_legend()
-    assert legend is not None
-    handles: list[Any] = list(legend.get_patches())
-    labels = [text.get_text() for text in legend.get_texts()]
-    for number, ((label, marker, tint), rows) in enumerate(gains.items()):
-        xs = [x + 0.44 + 0.08 * number for x in range(len(rows))]
-        handles.append(
-            ax.errorbar(
-                xs,
-                100 * rows["value"],
-                yerr=plots.spread(rows, 100),
-                fmt=marker,
-                markersize=5,
-                capsize=2,
-                zorder=4,
-                color=tint,
-            )
-        )
-        labels.append(label)
-    ax.legend(handles, labels, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=8.5, columnspacing=1)
 
 
 # ------------------------------------------------------------------------------------------------------------ figure 2

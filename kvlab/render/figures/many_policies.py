@@ -135,10 +135,10 @@ def whiskers(table: pandas.DataFrame, *, names: Mapping[str, str], colours: Mapp
     for number, name in enumerate(present):
         part = at(table, policy=name).sort_values("budget")
         ax.errorbar(
-            part["budget"] * 1.025 ** (number - (len(present) - 1) / 2),
+            part["budget"] * 1.05 ** (number - (len(present) - 1) / 2),
             part["value"],
             yerr=plots.spread(part),
-            marker="o",
+            marker=theme.look(name).marker,
             color=colours[name],
             label=names[name],
             elinewidth=1.2,

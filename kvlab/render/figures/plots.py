@@ -16,7 +16,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from kvlab.errors import KvlabError
 from kvlab.render import theme
-from kvlab.render.theme import COLOURS, EDGE, GRID, INK, MAP, PAPER
+from kvlab.render.theme import COLOURS, EDGE, FAINT, GRID, INK, MAP, PAPER
 
 if TYPE_CHECKING:
     import pandas
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2}
 """Where a legend stands that would hide what is drawn: under the axes."""
+
+
+WIDTH = 8.0
+"""Inches across a figure of two panels. Pages show it as wide, so its text is no smaller than 9 points there."""
+INTERVALS = "95 % intervals of the mean"
 
 
 def style() -> None:
@@ -75,6 +80,22 @@ def figure_of(ax: Axes) -> Figure:
     figure = ax.get_figure(root=True)
     assert figure is not None, "these axes were removed from their figure"
     return figure
+
+
+def note(figure: Figure, table: pandas.DataFrame, intervals: str = "", *more: str) -> None:
+    """Write under a figure how many documents it is of and what its intervals mean, then each of `more` on a line.
+
+    table: what was measured, with the column document; intervals: such as "bands: 95 % intervals of the mean".
+    """
+    number = len(set(table["document"])) if "document" in table else 0
+    counted = f"n = {number:,} document{'s' if number > 1 else ''}" if number else ""
+    said = filter(None, ["; ".join(filter(None, [counted, intervals])), *more])
+    figure.supxlabel("\n".join(said), fontsize=9, color=FAINT)
+
+
+def shades(count: int) -> list[Any]:
+    """Colours of an ordered quantity, such as budgets, from the least to the most."""
+    return [plt.get_cmap(MAP)(0.85 * number / max(count - 1, 1)) for number in range(count)]
 
 
 def _finish(ax: Axes, xlabel: str, ylabel: str, title: str) -> Axes:

@@ -109,28 +109,33 @@ def longer(findings: Findings) -> Figure:
     leads = leads.assign(tokens=leads["end"].map(tokens))
     names = {"output_error": "output error", "mass_lost": "attention mass"}
     printed = papers.figure("rocketkv", "ruler").query("model == 'Llama3.1-8B'")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(plots.WIDTH, 5))
     scores: Any = printed.pivot_table(index=["budget", "length"], columns="method", values="average").dropna()
     gaps = (scores["rocketkv"] - scores.filter(budgets.RIVALS).max(axis=1)).rename("lead").reset_index()
-    for colour, (budget, part) in zip(plots.COLOURS, gaps.groupby("budget"), strict=False):
+    shades = plots.shades(gaps["budget"].nunique())
+    for colour, (budget, part) in zip(shades, gaps.groupby("budget"), strict=True):
         left.plot(
             part["length"], part["lead"], "--", marker="D", markersize=4, color=colour, label=f"{budget:g} tokens"
         )
+    plots.doublings(left, sorted(gaps["length"].unique()))
     left.set_xlabel("sequence (tokens)")
     left.set_ylabel("lead over the best rival (points)")
     left.set_title("Paper: RULER, Llama3.1-8B")
-    left.legend()
+    left.legend(title="token budget", title_fontsize=9, fontsize=9, **plots.BELOW)
     plots.estimates(
         leads,
         x="tokens",
         hue="measure",
         names=names,
         xlabel="prompt (tokens), at one token budget",
-        ylabel="loss of the best rival less RocketKV's",
+        ylabel="best rival's loss less RocketKV's, share",
         title="Here: RocketKV's lead",
         ax=right,
     )
-    right.axhline(0, color=plots.EDGE, linewidth=1)
+    right.legend(title="loss", title_fontsize=9, fontsize=9, **plots.BELOW)
+    for ax in (left, right):
+        ax.axhline(0, color=plots.EDGE, linewidth=1)
+    plots.note(figure, findings.table, f"bands: {plots.INTERVALS}", "above 0: RocketKV is better than the best rival")
     return figure
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import matplotlib.pyplot as plt
@@ -10,7 +11,8 @@ from matplotlib.lines import Line2D
 
 from kvlab.analyses.together import storing
 from kvlab.render import theme
-from kvlab.render.figures.many_policies import FAINT, INK, forest, plain_ticks, spread_out
+from kvlab.render.figures import plots
+from kvlab.render.figures.many_policies import FAINT, INK, at, named_rows, plain_ticks, spread_out
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +25,7 @@ OTHER_DASH = (0, (3, 1.5))
 FRONT = {"color": INK, "linewidth": 0.9, "linestyle": (0, (1, 1.5)), "zorder": 2}
 LABEL_GAP = 0.075
 """How far apart the names of storages stand above a panel, as a share of its width."""
+TITLE = "Differences at equal stored bytes, as a share of the full cache"
 SHOWN = 5
 """Policies with a colour of their own; the others are grey."""
 SHARES = (0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
@@ -92,12 +95,12 @@ def _name_squares(ax: Axes, wholes: pd.DataFrame) -> None:
     across = ax.get_xaxis_transform()
     places = ax.transAxes.inverted().transform(ax.transData.transform([(x, 1.0) for x in wholes["share"]]))[:, 0]
     for row, place in zip(wholes.to_dict("records"), spread_out(places.tolist(), LABEL_GAP, 0.0, 1.0), strict=True):
-        (at, _) = ax.transData.inverted().transform(ax.transAxes.transform((place, 0.0)))
+        (across_at, _) = ax.transData.inverted().transform(ax.transAxes.transform((place, 0.0)))
         ax.plot([row["share"]], [row["value"]], "s", color=INK, markersize=6.5, zorder=5)
         ax.annotate(
             row["storage"],
             (row["share"], row["value"]),
-            xytext=(at, 1.02),
+            xytext=(across_at, 1.02),
             textcoords=across,
             rotation=40,
             ha="left",
@@ -143,56 +146,80 @@ def _legend(measured: pd.DataFrame, tints: dict[str, str]) -> list[Line2D]:
 
 
 def differences(found: Findings, name: str = "kl") -> Figure:
-    """Paired differences at equal bytes with their intervals: blue where the question's second answer loses less.
+    """Paired differences at equal bytes and their intervals: a panel for each question, a row for each pair of answers.
+
+    Above zero the question's second answer loses less; a mark is filled where the interval leaves zero out.
 
     found: of `storing.findings`; name: the measure.
     """
-    rows = [*_evict(found, name), *_both(found, name), *_both_or_evict(found, name), *_stored(found, name)]
-    table = pd.DataFrame(rows, columns=["paper", "label", "value", "low", "high"])
-    title = f"Differences at equal stored bytes: {storing.MEASURES[name]}"
-    better, worse = (theme.WORDS[colour] for colour in (theme.BETTER, theme.WORSE))
-    ax = forest(table, xlabel=f"{better}: the second answer loses less; {worse}: the first; grey: neither", title=title)
-    figure = ax.get_figure(root=True)
-    assert figure is not None, "it was drawn on a new one"
+    asked = [(question, rows) for question, rows in _asked(found, name).items() if len(rows)]
+    policies = list(dict.fromkeys(policy for _, rows in asked for policy in rows["policy"]))
+    beside = [asked[start : start + 2] for start in range(0, len(asked), 2)]
+    heights = [max(len(set(rows["label"])) for _, rows in both) for both in beside]
+    size = plots.WIDTH, 1.6 + sum(0.9 + height * (0.16 + 0.1 * len(policies)) for height in heights)
+    figure, grid = plt.subplots(len(beside), 2, figsize=size, squeeze=False, sharex=True, height_ratios=heights)
+    for ax in grid.flat[len(asked) :]:
+        ax.set_visible(False)
+    for ax, (question, rows) in zip(grid.flat, asked, strict=False):
+        _question(ax, rows, policies)
+        ax.set_title(question, fontsize=11)
+        ax.set_xlabel(f"{storing.MEASURES[name]}:\nfirst answer less second", fontsize=10)
+        ax.tick_params(labelbottom=True)
+    looks = {policy: theme.look(policy) for policy in policies}
+    handles = [
+        Line2D([], [], color=look.colour, marker=look.marker, markersize=6, linestyle="none", label=policy)
+        for policy, look in looks.items()
+    ]
+    figure.legend(handles=handles, loc="outside upper left", ncols=4, title=TITLE, alignment="left", title_fontsize=12)
+    figure.legends[0].get_title().set_fontweight("bold")
+    filled = "filled: the interval leaves 0 out; right of 0: the second answer loses less"
+    plots.note(figure, at(found.table, measure=name), "bars: 95 % intervals of paired differences", filled)
     return figure
 
 
-def _evict(found: Findings, name: str) -> list[dict[str, Any]]:
-    return [
-        _row(row, f"Evict, or quantise to {row['storage']}? {_size(found, row['storage'])}", row["policy"])
-        for row in found.frame(storing.EVICT).query("measure == @name").to_dict("records")
-    ]
-
-
-def _both(found: Findings, name: str) -> list[dict[str, Any]]:
-    """Turned around: above zero, evicting besides is better than quantising alone."""
-    return [
-        _row(
-            {**row, "value": -row["value"], "low": -row["high"], "high": -row["low"]},
-            f"Quantise to {row['storage']}, or evict and keep in {row['other']}? {_size(found, row['storage'])}",
-            row["policy"],
+def _question(ax: Axes, rows: pd.DataFrame, policies: list[str]) -> None:
+    """The policies' marks one above the other in each row, the first row at the top."""
+    labels = list(dict.fromkeys(rows["label"]))
+    for row in rows.to_dict("records"):
+        look, decided = theme.look(row["policy"]), row["low"] > 0 or row["high"] < 0
+        y = labels.index(row["label"]) + 0.8 * ((policies.index(row["policy"]) + 0.5) / len(policies) - 0.5)
+        ax.plot([row["low"], row["high"]], [y, y], color=look.colour, linewidth=1.4)
+        ax.plot(
+            row["value"],
+            y,
+            look.marker,
+            color=look.colour,
+            markersize=5.5,
+            markerfacecolor=look.colour if decided else "white",
         )
-        for row in found.frame(storing.BOTH).query("measure == @name and storage != other").to_dict("records")
-    ]
+    ax.axvline(0, color=INK, linewidth=1)
+    named_rows(ax, labels, [INK] * len(labels))
+    for y in range(1, len(labels)):
+        ax.axhline(y - 0.5, color=theme.GRID, linewidth=0.8, zorder=0)
 
 
-def _both_or_evict(found: Findings, name: str) -> list[dict[str, Any]]:
-    return [
-        _row(row, f"Evict alone, or evict less and keep in {row['other']}? at {row['share']:.0%}", row["policy"])
-        for row in found.frame(storing.BOTH_OR_EVICT).query("measure == @name").to_dict("records")
-    ]
+def _asked(found: Findings, name: str) -> dict[str, pd.DataFrame]:
+    """The rows of each question: label, policy, value, low, high."""
+    effects = (storing.EVICT, storing.BOTH, storing.BOTH_OR_EVICT, storing.STORED)
+    evict, both, both_or_evict, stored = (at(found.frame(effect), measure=name) for effect in effects)
+    # Turned around: above zero, evicting besides is better than quantising alone.
+    turned = both.query("storage != other")
+    turned = turned.assign(value=-turned["value"], low=-turned["high"], high=-turned["low"])
+    return {
+        "Evict, or quantise?": _labelled(evict, lambda row: f"{row['storage']}, {_size(found, row['storage'])}"),
+        "Quantise, or evict as well?": _labelled(
+            turned, lambda row: f"{row['storage']}, or {row['other']}, {_size(found, row['storage'])}"
+        ),
+        "Evict, or evict less and quantise?": _labelled(
+            both_or_evict, lambda row: f"{row['other']}, {row['share']:.0%}"
+        ),
+        "Which storage?": _labelled(stored, lambda row: f"{row['storage']}, or {row['other']}, {row['share']:.0%}"),
+    }
 
 
-def _stored(found: Findings, name: str) -> list[dict[str, Any]]:
-    return [
-        _row(row, f"Keep in {row['storage']}, or in {row['other']}? at {row['share']:.0%}", row["policy"])
-        for row in found.frame(storing.STORED).query("measure == @name").to_dict("records")
-    ]
+def _labelled(rows: pd.DataFrame, label: Callable[[Any], str]) -> pd.DataFrame:
+    return rows.assign(label=[label(row) for row in rows.to_dict("records")])
 
 
 def _size(found: Findings, storage: str) -> str:
-    return f"at {found.row(storing.SIZE, storage=storage).value:.0%}"
-
-
-def _row(row: dict[str, Any], heading: str, label: str) -> dict[str, Any]:
-    return {"paper": heading, "label": label, **{key: row[key] for key in ("value", "low", "high")}}
+    return f"{found.row(storing.SIZE, storage=storage).value:.0%}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
+from matplotlib.lines import Line2D
 
 from kvlab import papers
 from kvlab.analyses.tasks import gains as analysis
@@ -30,6 +31,8 @@ POOLINGS = {
     "snapkv_unpooled": "SnapKV, unpooled",
 }
 """Who is asked for RULER's identifiers, with both poolings."""
+AS_PRINTED = "as the paper prints it"
+CLOSE: dict[str, Any] = {"fontsize": 9, "columnspacing": 1}
 SHARES = {256: 0.20, 128: 0.10, 64: 0.05}
 """These budgets as shares of a prompt of about 1,280 tokens: ZSMerge's table 2 has the same shares."""
 WAYS = {"zsmerge_question": "2 slots, scores from the question", "zsmerge": "recommended settings"}
@@ -101,24 +104,28 @@ def against_budget(findings: Findings) -> Figure:
 
     findings: of `gains.findings`.
     """
-    figure, grid = plt.subplots(2, 2, figsize=(12, 8))
+    figure, grid = plt.subplots(2, 2, figsize=(plots.WIDTH, 7.6))
     losses = at(findings.frame(analysis.AT_BUDGET), measure="loss")
-    for ax, task, title in zip(
-        grid[0],
-        ("qa", "ruler"),
-        ("Here: questions in LongBench's format", "Here: RULER's multi-key needle"),
-        strict=True,
-    ):
+    for ax, task, title in zip(grid[0], ("qa", "ruler"), ("Here: questions", "Here: multi-key needle"), strict=True):
         many_policies.whiskers(at(losses, task=task), names=COMPARED, colours=COLOURS, ax=ax)
-        ax.set(xlabel="budget, entries for each layer and KV head", ylabel="NLL above the full cache's, nats")
+        ax.axhline(0, color=AXIS, linewidth=1)
+        ax.set_xlabel("budget, entries for each layer and KV head", fontsize=10)
+        ax.set_ylabel("NLL above the full cache's, nats")
         ax.set_title(title)
-    grid[0, 1].legend(loc="lower left")
     _printed_scores(grid[1, 0], "table3", "average", (64, 256), "DapQ, table 3: LongBench")
-    _printed_scores(grid[1, 1], "table5", "niah_multikey_1", (64, 512), "DapQ, table 5: RULER, multi-key")
+    _printed_scores(grid[1, 1], "table5", "niah_multikey_1", (64, 512), "DapQ, table 5: multi-key")
     for ax in grid.flat:
         ax.set_xscale("log", base=2)
         low, high = ax.get_xlim()
         plots.doublings(ax, [budget for budget in (64, 128, 256, 512) if low <= budget <= high])
+    measured = {label: curve for ax in grid[0] for curve, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    shown = {name: measured[name] for name in COMPARED.values() if name in measured}
+    printed = Line2D([], [], color=plots.PAPER, linestyle="--", marker="D", label=AS_PRINTED)
+    figure.legend([*shown.values(), printed], [*shown, AS_PRINTED], loc="outside upper left", ncols=6, **CLOSE)
+    better = "measured here, lower is better; the paper's scores, higher is better"
+    plots.note(
+        figure, findings.table.loc[findings.table["task"].isin(["qa", "ruler"])], f"bars: {plots.INTERVALS}", better
+    )
     return figure
 
 
@@ -135,6 +142,7 @@ def single_3(findings: Findings) -> Figure:
     left.set_title("Here: an identifier among other text")
     left.legend()
     _printed_scores(right, "table5", "niah_single_3", (256, 2048), "DapQ, table 5: RULER, S-NIAH-3")
+    right.legend()
     for ax, budgets in ((left, sorted(losses["budget"].unique())), (right, [256, 512, 1024, 2048])):
         ax.set_xscale("log", base=2)
         plots.doublings(ax, budgets)
@@ -152,7 +160,6 @@ def _printed_scores(ax: Axes, table: str, column: str, span: tuple[int, int], ti
         if len(part):
             ax.plot(part["budget"], part[column], color=plots.PAPER, linestyle="--", zorder=2)
             ax.plot(part["budget"], part[column], "D", color=COLOURS[policy], markersize=6, label=name, zorder=3)
-    ax.legend()
     ax.set(xlabel="budget, entries", ylabel="score, %")
     ax.set_title(title)
 

@@ -42,42 +42,55 @@ MEASURES = {
 }
 LABELS = {"output_error": "relative error of the attention output", "mass_lost": "attention mass lost"}
 LIMIT = {"color": INK, "linewidth": 1.6, "linestyle": ":"}
+CHANCE = 0.1  # of ten digits
+FEW = 10
+"""Policies that a figure names all of."""
+PAPERS = ("compilerkv", "dapq", "morphkv", "rocketkv", "zsmerge", "snapkv", "h2o", equal_bytes.ORACLE)
+"""The policies of the five papers, two that they compare with, and the oracle that reads the best tokens."""
 LIMIT_LABEL = f"limit: {equal_bytes.LIMIT}, a reference that sees the response"
 TITLES = {"output_error": "Who is nearest to the full cache?", "mass_lost": "Who misses least of the attention?"}
 
 
 def pareto(measured: pd.DataFrame, side: str, limit: pd.DataFrame | None = None) -> Figure:
-    """Error against bytes: a curve for each policy, its name beside its last point, the Pareto front ringed and named.
+    """Error against bytes: a curve for each policy, the Pareto front ringed, names beside the last points.
 
-    Both axes are logarithmic, so the full cache, which loses nothing, is drawn as a line at its bytes.
+    Of more than `FEW` policies only those on the front and those of `PAPERS` have a colour, bars and a name. The others
+    are thin and grey. Both axes are logarithmic, so the full cache, which loses nothing, is a line at its bytes.
 
     measured: from `equal_bytes.measure`; side: "read" or "stored" bytes; limit: as `measured`, of the oracle, which is
     drawn as a dotted line.
     """
-    figure, ax = plt.subplots(figsize=(10.2, 6.6))
+    figure, ax = plt.subplots(figsize=(plots.WIDTH, 6.6))
     every = measured if limit is None else pd.concat([measured, limit])
     points = equal_bytes.points(every, side, "output_error")
     full, lossy = points.query("policy == 'full'"), points.query("policy != 'full' and value > 0")
     drawn, oracle = lossy.query("policy != @equal_bytes.LIMIT"), lossy.query("policy == @equal_bytes.LIMIT")
     oracle = oracle.sort_values("bytes")
-    on_front = set(drawn.query("front")["policy"])
+    every_name, on_front = list(drawn["policy"].unique()), set(drawn.query("front")["policy"])
+    named = [name for name in every_name if len(every_name) <= FEW or name in on_front or name in PAPERS]
     for name, part in drawn.groupby("policy", sort=False):
-        highlighted = name in on_front
+        tint, marker = theme.look(str(name)) if name in named else theme.Look(theme.RULE, "")
         ax.plot(
             part["bytes"] / 2**20,
             part["value"],
-            color=theme.look(str(name)).colour,
-            marker="o",
-            markersize=4,
-            linewidth=2 if highlighted else 1.2,
-            alpha=1 if highlighted else 0.75,
-            zorder=3,
+            color=tint,
+            marker=marker,
+            markersize=5,
+            linewidth=2 if name in on_front else 1.2 if name in named else 0.8,
+            zorder=3 if name in named else 1,
         )
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    if len(oracle):
+        ax.plot(oracle["bytes"] / 2**20, oracle["value"], zorder=4, **LIMIT)
+    ends = ax.get_ylim()
+    for row in drawn.loc[drawn["policy"].isin(named)].to_dict("records"):
+        tint, size = theme.look(row["policy"]).colour, row["bytes"] / 2**20
+        ax.plot([size, size], [max(row["low"], ends[0]), row["high"]], color=tint, linewidth=1, alpha=0.5, zorder=2)
+    ax.set_ylim(ends)
     best = drawn.query("front").sort_values("bytes")
     ax.step(best["bytes"] / 2**20, best["value"], where="post", zorder=4, **FRONT)
     ax.scatter(best["bytes"] / 2**20, best["value"], s=75, facecolor="none", edgecolor=INK, linewidth=1.3, zorder=5)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
     when = {"read": "read at a step", "stored": "stored after a step"}[side]
     ax.set_xlabel(f"keys, values and metadata {when}, MiB")
     ax.set_ylabel(LABELS["output_error"])
@@ -96,11 +109,10 @@ def pareto(measured: pd.DataFrame, side: str, limit: pd.DataFrame | None = None)
             fontsize=9,
             color=FAINT,
         )
-    if len(oracle):
-        ax.plot(oracle["bytes"] / 2**20, oracle["value"], zorder=4, **LIMIT)
     _mebibyte_ticks(ax)
-    _names_at_the_side(ax, pd.concat([drawn, oracle]))
-    _families(ax, drawn["policy"], limited=len(oracle) > 0)
+    _names_at_the_side(ax, pd.concat([drawn.loc[drawn["policy"].isin(named)], oracle]))
+    _families(ax, named, others=len(every_name) - len(named), limited=len(oracle) > 0)
+    plots.note(figure, measured, f"thin bars: {plots.INTERVALS}")
     return figure
 
 
@@ -141,7 +153,7 @@ def _names_at_the_side(ax: Axes, drawn: pd.DataFrame) -> None:
         )
 
 
-def _families(ax: Axes, policies: Iterable[str], limited: bool) -> None:
+def _families(ax: Axes, policies: Iterable[str], others: int, limited: bool) -> None:
     colours = {equal_bytes.family(name): theme.family_colour(name) for name in policies}
     handles = [
         Line2D([], [], color=colours[label], linewidth=2.5, label=label)
@@ -150,8 +162,9 @@ def _families(ax: Axes, policies: Iterable[str], limited: bool) -> None:
     ]
     ring = {"marker": "o", "markersize": 8, "markerfacecolor": "none"}
     handles.append(Line2D([], [], label="Pareto front (bold names)", **FRONT, **ring))
+    handles += [Line2D([], [], color=theme.RULE, linewidth=0.8, label=f"{others} other policies")] if others else []
     handles += [Line2D([], [], label=LIMIT_LABEL, **LIMIT)] if limited else []
-    ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.11), ncols=2, fontsize=9.5)
+    ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.55, -0.11), ncols=2, fontsize=9)
 
 
 def at_equal_bytes(
@@ -247,11 +260,39 @@ def _with_interval(row: Mapping[str, Any], name: str, form: str) -> str:
 
 
 def needles(findings: Findings, budget: float) -> Figure:
-    """A panel for each policy; those that find most come first.
+    """A row for each policy, those that find most first: a cell for each length and depth, and the mean beside them.
 
     findings: of `equal_bytes.needles`, at this budget.
     """
     means = findings.frame(equal_bytes.NEEDLE).sort_values("value", ascending=False, kind="stable")
-    title = f"Needles at a budget of {budget:g}: share of digits right, after the first"
-    panels = plots.needle_heatmap(findings.table, policies=means["policy"].tolist(), columns=5, title=title)
-    return plots.figure_of(panels[0])
+    names = means["policy"].tolist()
+    cells = findings.table.pivot_table(index="policy", columns=["length", "depth"], values="score").loc[names]
+    size = plots.WIDTH, 2.6 + 0.23 * len(names)
+    figure, (ax, mean) = plt.subplots(1, 2, figsize=size, width_ratios=[2.2, 1])
+    image = ax.imshow(cells.to_numpy(dtype=float), cmap=theme.MAP, vmin=0, vmax=1, aspect="auto")
+    tints = [theme.look(name).colour for name in names]
+    for shown in (ax, mean):
+        named_rows(shown, names, tints)
+        shown.set_ylim(len(names) - 0.5, -0.5)
+    ax.grid(False)
+    ax.set_xticks(range(cells.shape[1]), [f"{100 * depth:g}" for _, depth in cells.columns])
+    lengths = [length for length, _ in cells.columns]
+    for length in dict.fromkeys(lengths):
+        first, count = lengths.index(length), lengths.count(length)
+        ax.axvline(first - 0.5, color="white", linewidth=3)
+        above = {"xycoords": ax.get_xaxis_transform(), "ha": "center", "va": "bottom", "fontsize": 9.5}
+        ax.annotate(f"{length:,} tokens", (first + (count - 1) / 2, 1.005), **above)
+    ax.set_xlabel("depth of the needle (%), by length of the prompt")
+    ax.set_title(f"Needles at a budget of {budget:g} entries", pad=20)
+    for y, (value, tint, name) in enumerate(zip(means["value"], tints, names, strict=True)):
+        dot(mean, y, value, (value, value), tint, "{:.2f}", marker=theme.look(name).marker)
+    mean.axvline(CHANCE, color=FAINT, linewidth=1, linestyle=":")
+    mean.set_xlim(0, 1.25)
+    mean.set_xticks([0, 0.5, 1])
+    mean.tick_params(labelleft=False)
+    mean.set_xlabel("mean share")
+    score = "share of the needle's digits right, after the first"
+    figure.colorbar(image, ax=[ax, mean], location="bottom", label=score, aspect=45, pad=0.01)
+    each = f"n = {cells.shape[1]} needles for each policy, one for each length and depth; dotted: by chance"
+    plots.note(figure, findings.table.filter([]), "", each)
+    return figure

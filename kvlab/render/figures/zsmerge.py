@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
+import pandas
 
 from kvlab import papers
 from kvlab.analyses.zsmerge import as_published as published
 from kvlab.analyses.zsmerge import decoding, merging, sensitivity
+from kvlab.render import theme
 from kvlab.render.figures import plots
 
 if TYPE_CHECKING:
-    import pandas
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -30,6 +32,9 @@ VARIANTS = {
     "displaces": "the newcomer displaces",
     "plain": "scores by eq. 2",
 }
+CURVES = {"evict": plots.COLOURS[0], "merge": theme.look("zsmerge").colour, "merge_alpha0": plots.COLOURS[6]}
+"""Variants that were measured at several budgets, and their colours."""
+ONE_BELOW = plots.BELOW | {"ncols": 1}
 DECODED = {"merge": "residual merging", "plain": "scores by eq. 2", "displaces": "the newcomer displaces"}
 DECODED |= {"alpha0": "alpha = 0"}
 DEFINITIONS = {"error": "each head", "squared_error": "each head, squared", "layer_error": "whole layers"}
@@ -42,31 +47,39 @@ def figure_4(findings: Findings) -> Figure:
     findings: of `merging.figure_4`.
     """
     printed = papers.figure("zsmerge", "figure4")
-    figure, (errors, gains) = plt.subplots(1, 2, figsize=(12, 4.4))
+    figure, (errors, gains) = plt.subplots(1, 2, figsize=(plots.WIDTH, 5.6))
+    curves = findings.frame(merging.ERROR)
     plots.estimates(
-        findings.frame(merging.ERROR),
+        curves.loc[curves["variant"].isin(CURVES)],
         x="ratio",
         hue="variant",
         log=True,
         names=VARIANTS,
+        colours=CURVES,
         xlabel=BUDGET,
         ylabel="relative error of the attention output",
-        title="Figure 4: eviction against merging",
+        title="Figure 4: eviction and merging",
         ax=errors,
     )
+    for line in errors.lines:
+        if line.get_label() == VARIANTS["merge_alpha0"]:
+            line.set(linestyle="--", marker="s")  # it lies on eviction's
+    both = {"eviction": printed["error_evict"], "merging": printed["error_merge"]}
+    for name, values in both.items():
+        for ratio, value in zip(printed["ratio"], values, strict=True):
+            if value == value:  # pandas' missing values are not equal to themselves
+                aside = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
+                errors.annotate(name, (ratio, value), fontsize=9, color=plots.EDGE, **aside)
     plots.paper_points(
-        errors,
-        [*printed["ratio"], *printed["ratio"]],
-        [*printed["error_evict"], *printed["error_merge"]],
-        "paper, eviction and merging at 50 %",
+        errors, [*printed["ratio"], *printed["ratio"]], pandas.concat(list(both.values())).tolist(), "paper at 50 %"
     )
-    errors.legend(fontsize=9, **plots.BELOW)
+    errors.legend(fontsize=9, **ONE_BELOW)
     plots.estimates(
         findings.frame(merging.REDUCTION),
         x="ratio",
         xlabel=BUDGET,
         ylabel="share of eviction's error removed",
-        title="What merging gains",
+        title="What merging removes",
         ax=gains,
     )
     gains.lines[0].set_label("of the error")
@@ -78,14 +91,15 @@ def figure_4(findings: Findings) -> Figure:
         reduced = findings.frame(effect)
         gains.plot(reduced["ratio"], reduced["value"], color=colour, marker=marker, linestyle=":", label=label)
     chosen = findings.frame(merging.REDUCTION_OF_CHOICE)
-    for colour, (choice, part) in zip(plots.COLOURS[3:], chosen.groupby("choice", sort=False), strict=False):
-        plots.points(
-            gains, part, part["ratio"].tolist(), color=colour, fmt="x", capsize=None, label=VARIANTS[str(choice)]
-        )
+    for number, (choice, part) in enumerate(chosen.groupby("choice", sort=False)):
+        aside = (part["ratio"] + 0.025 * (number - 1)).tolist()  # at one budget they hide each other
+        label = f"of the error: {VARIANTS[str(choice)]}"
+        plots.points(gains, part, aside, color=plots.COLOURS[3 + number], fmt="v<>"[number % 3], capsize=2, label=label)
     gains.plot(printed["ratio"], printed["reduction"], color=plots.PAPER, linestyle="--", linewidth=1.2)
     plots.paper_points(gains, list(printed["ratio"]), list(printed["reduction"]), "paper (LLaMA-2-7B)")
     gains.axhline(0, color=plots.EDGE, linewidth=1)
-    gains.legend(fontsize=9, **plots.BELOW)
+    gains.legend(fontsize=9, **ONE_BELOW)
+    plots.note(figure, findings.table, f"bands and bars: {plots.INTERVALS}")
     return figure
 
 
@@ -146,21 +160,25 @@ def while_decoding(findings: Findings) -> Figure:
 
     findings: of `decoding.merging_while_decoding`.
     """
-    figure, (kinds, parts) = plt.subplots(1, 2, figsize=(12.5, 4.2), width_ratios=[1.3, 1])
+    figure, (kinds, parts) = plt.subplots(1, 2, figsize=(plots.WIDTH, 4.6), width_ratios=[1.5, 1], sharey=True)
     rows = findings.frame(decoding.REDUCTION)
-    for number, (definition, label) in enumerate(DEFINITIONS.items()):
+    for number, (marker, (definition, label)) in enumerate(zip("os^", DEFINITIONS.items(), strict=True)):
         part = rows.loc[rows["definition"] == definition].set_index("variant").loc[list(DECODED)]
         xs = [x + (number - 1) * 0.22 for x in range(len(part))]
-        plots.points(kinds, 100 * part[["value", "low", "high"]], xs, color=plots.COLOURS[number], label=label)
-    kinds.axhline(0, color=plots.INK, linewidth=1)
-    kinds.set_xticks(range(len(DECODED)), list(DECODED.values()), rotation=12)
-    kinds.set(ylabel="of eviction's error removed (%)", title="whole response")
-    kinds.legend(title="error of", fontsize=9)
+        shown: dict[str, Any] = {"fmt": marker, "color": plots.COLOURS[number], "label": label}
+        plots.points(kinds, 100 * part[["value", "low", "high"]], xs, **shown)
+    kinds.set_xticks(range(len(DECODED)), [fill(name, 12) for name in DECODED.values()])
+    kinds.set(ylabel="eviction's error removed (%)", title="Whole response, by setting")
+    kinds.legend(title="error of", title_fontsize=9, fontsize=9, **plots.BELOW | {"ncols": 3, "columnspacing": 1})
     quarters = findings.frame(decoding.REDUCTION_OF_PART)
-    plots.points(parts, 100 * quarters.filter(["value", "low", "high"]), quarters["part"].tolist(), fmt="o-")
-    parts.axhline(0, color=plots.INK, linewidth=1)
+    shown = {"fmt": "o-", "label": f"{DECODED['merge']}, {DEFINITIONS['error']}"}
+    plots.points(parts, 100 * quarters.filter(["value", "low", "high"]), quarters["part"].tolist(), **shown)
     parts.set_xticks(range(1, decoding.PARTS + 1))
-    parts.set(xlabel="quarter of the response", ylabel="of eviction's error removed (%)", title="residual merging")
+    parts.set(xlabel="quarter of the response", title="Along the response")
+    parts.legend(fontsize=9, **ONE_BELOW)
+    for ax in (kinds, parts):
+        ax.axhline(0, color=plots.INK, linewidth=1)
+    plots.note(figure, findings.table, f"bars: {plots.INTERVALS}", "below 0: the error is larger than eviction's")
     return figure
 
 

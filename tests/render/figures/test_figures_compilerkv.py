@@ -10,6 +10,7 @@ from support.compilerkv import BUDGETS, HEADS, LAYERS, PROMPT, SHARE, SHARES, TR
 
 from kvlab import papers
 from kvlab.analyses.compilerkv import printed, quality, theorem
+from kvlab.render import theme
 from kvlab.render.figures import compilerkv as draw
 from kvlab.render.figures import plots
 
@@ -30,20 +31,24 @@ def paper(values):
 
 def test_table_1_has_the_paper_beside_every_method(found):
     figure = draw.table_1(found["table_1"])
-    scores = papers.figure("compilerkv", "table1")
-    assert len(figure.axes) == 2
-    for ax, measure in zip(figure.axes, ("kept", "recall"), strict=True):
-        gains = {
-            kind: [100 * found["table_1"].metrics[f"{kind}/{measure}/{rival}"] for rival in quality.RIVALS]
-            for kind in ("gain_published", "gain_filled", "gain_twin")
-        }
-        assert drawing.bars(ax, plots.PAPER) == pytest.approx([100 * gain for gain in paper(printed.gains(scores))])
-        assert drawing.bars(ax, BLUE) == pytest.approx(gains["gain_filled"])
-        for marker, kind in (("^", "gain_published"), ("s", "gain_twin")):
-            (marks,) = [line for line in ax.lines if line.get_marker() == marker]
-            assert list(marks.get_ydata()) == pytest.approx(gains[kind])
-        assert drawing.legend(ax) == ["paper: LongBench", "here", "SnapKV's twin", "the authors' code"]
-        assert drawing.ticks(ax)[0] == "Dynamic-\nKV"
+    rivals = list(quality.RIVALS)
+    scores = printed.gains(papers.figure("compilerkv", "table1"))
+    marks = {"P": "gain_filled", "s": "gain_twin", "^": "gain_published"}
+    left, right = figure.axes
+    for ax, measure in ((left, "kept"), (right, "recall")):
+        assert [x for x, _ in drawing.diamonds(ax)] == pytest.approx([100 * gain for gain in paper(scores)])
+        for marker, kind in marks.items():
+            (line,) = [line for line in ax.lines if line.get_marker() == marker]
+            gains = [100 * found["table_1"].metrics[f"{kind}/{measure}/{rival}"] for rival in rivals]
+            assert list(line.get_xdata()) == pytest.approx(gains)
+            rows = [round(y) for y in line.get_ydata()]
+            assert rows == list(range(len(rivals))), "each mark lies in its rival's row"
+    assert drawing.ticks(left, "y") == [quality.LABELS[rival] for rival in rivals]
+    assert [label.get_color() for label in left.get_yticklabels()] == [theme.look(rival).colour for rival in rivals]
+    said = ["here", "here, with SnapKV's pooling and window", "here, the authors' code"]
+    assert sorted(drawing.legend(figure)) == sorted(["paper: LongBench's score", *said])
+    assert "n = 3 documents; bars: 95 % intervals" in figure.get_supxlabel()
+    assert "attention kept (%)" in left.get_xlabel() and "recall (%)" in right.get_xlabel()
 
 
 def test_figure_2_has_a_curve_for_each_method_and_the_papers_averages_at_its_share(found):

@@ -29,10 +29,22 @@ def test_the_published_tables_by_layer_and_by_entropy():
     assert first > last
 
 
-def test_gains_have_a_point_for_each_budget_with_its_interval():
-    found = Findings(pd.DataFrame())
+def test_gains_have_a_row_for_each_budget_with_its_interval_in_percentage_points():
+    found = Findings(pd.DataFrame({"document": ["a", "b"]}))
     for budget in (64, 1024):
         found.set(marginal.GAIN, budget / 1e5, (budget / 1e5 - 0.002, budget / 1e5 + 0.004), budget=budget)
+    found.set(marginal.CHANGED, 0.25, budget=1024)
+    figure = draw.per_head_gains(found)
+    (ax,) = figure.axes
+    assert drawing.ticks(ax, "y") == ["64 entries", "1,024 entries\nlearnt for 25 % of heads"]
+    assert drawing.titles(figure) == ["Learnt weights over equal ones"] and "n = 2 documents" in figure.get_supxlabel()
+    assert list(ax.lines[0].get_xdata()) == pytest.approx([0.064, 1.024])
+    assert drawing.texts(ax) == ["+0.06 (-0.14 to +0.46)", "+1.02 (+0.82 to +1.42)"]
+
+
+def test_a_gain_of_nothing_has_an_axis_all_the_same():
+    found = Findings(pd.DataFrame())
+    found.set(marginal.GAIN, 0.0, (0.0, 0.0), budget=128)
     (ax,) = draw.per_head_gains(found).axes
-    assert drawing.ticks(ax) == ["64", "1,024"] and drawing.titles(ax.figure) == ["Learnt weights over equal ones"]
-    assert list(ax.lines[0].get_ydata()) == pytest.approx([0.00064, 0.01024])
+    low, high = ax.get_xlim()
+    assert low == pytest.approx(-1.3 * draw.LEAST) and high == pytest.approx(2.2 * draw.LEAST)

@@ -77,7 +77,8 @@ def test_headlines_stand_beside_what_the_figures_give():
 def test_zsmerge_while_decoding_by_definition_and_by_quarter(cuts):
     found = decoding.merging_while_decoding(cuts, 24, 3)
     kinds, parts = zsmerge.while_decoding(found).axes
-    assert drawing.ticks(kinds) == ["residual merging", "scores by eq. 2", "the newcomer displaces", "alpha = 0"]
+    settings = [" ".join(tick.split()) for tick in drawing.ticks(kinds)]
+    assert settings == ["residual merging", "scores by eq. 2", "the newcomer displaces", "alpha = 0"]
     first = kinds.containers[0].lines[0].get_ydata()
     expected = [100 * found.metrics[f"decoding/error/{name}"] for name in ("merge", "plain", "displaces", "alpha0")]
     assert first.tolist() == pytest.approx(expected) and len(kinds.containers) == 3
@@ -87,7 +88,8 @@ def test_zsmerge_while_decoding_by_definition_and_by_quarter(cuts):
 def test_zsmerges_open_choices_in_figure_4_and_beside_figure_5(random_traces):
     figure_4 = merging.figure_4(random_traces, (0.2, 0.3), without_bias=(), choices=(0.2,))
     labels = drawing.legend(zsmerge.figure_4(figure_4).axes[1])
-    assert {"filled by similarity (eq. 6)", "the newcomer displaces", "scores by eq. 2"} <= set(labels)
+    choices = ("filled by similarity (eq. 6)", "the newcomer displaces", "scores by eq. 2")
+    assert {f"of the error: {choice}" for choice in choices} <= set(labels)
     found = sensitivity.open_choices(random_traces, 0.2)
     (ax,) = zsmerge.open_choices(found).axes
     shares = [found.metrics[f"worse_by_over_merging/{choice}"] for choice in merging.CHOICES]

@@ -90,7 +90,18 @@ def test_the_table_for_readers_says_why_not_and_marks_the_best():
     assert re.search(r"row0_col2\b", bold) and not re.search(r"row1_col2\b", bold)  # the smallest output error
 
 
-def test_needles_have_a_panel_for_each_policy_the_best_first():
+def test_of_many_policies_the_papers_and_the_front_are_named_and_the_others_are_grey():
+    others = ["adakv", "chunkkv", "keydiff", "knorm", "lagkv", "quest", "rkv", "scissorhands", "tova", "keyformer"]
+    curves = {name: {"a": [(10, 10, 0.5)], "b": [(10, 10, 0.7)]} for name in others}
+    best = {"a": [(9, 9, 0.1)], "b": [(9, 9, 0.3)]}
+    (ax,) = draw.pareto(table(snapkv=curves["adakv"], sparq=best, **curves), "read").axes
+    assert {"snapkv", "sparq"} <= set(drawing.texts(ax)) and not set(others) & set(drawing.texts(ax))
+    assert "10 other policies" in drawing.legend(ax)
+    assert len([line for line in ax.lines if line.get_color() == theme.RULE]) == len(others)
+    assert ax.figure.get_supxlabel() == "n = 2 documents; thin bars: 95 % intervals of the mean"
+
+
+def test_needles_have_a_row_for_each_policy_the_best_first():
     scores = {"h2o": [0.25, 0.5], "full": [1.0, 0.75], "snapkv": [0.5, 0.5]}
     rows = [
         {"policy": policy, "budget": None if policy == "full" else 128, "length": 320, "depth": depth, "score": score}
@@ -101,5 +112,9 @@ def test_needles_have_a_panel_for_each_policy_the_best_first():
     for policy, both in scores.items():
         findings.add(equal_bytes.NEEDLE, both, policy=policy)
     figure = draw.needles(findings, 128)
-    assert drawing.titles(figure) == ["full: 0.88", "snapkv, 128: 0.50", "h2o, 128: 0.38"]
-    assert figure.get_suptitle() == "Needles at a budget of 128: share of digits right, after the first"
+    cells, mean, _ = figure.axes
+    assert drawing.titles(figure) == ["Needles at a budget of 128 entries"]
+    assert drawing.ticks(cells, "y") == ["full", "snapkv", "h2o"] and drawing.ticks(cells) == ["10", "90"]
+    assert cells.images[0].get_array().tolist() == [scores[name] for name in ("full", "snapkv", "h2o")]
+    assert "320 tokens" in drawing.texts(cells) and drawing.texts(mean) == ["0.88", "0.50", "0.38"]
+    assert figure.get_supxlabel().startswith("n = 2 needles for each policy")

@@ -31,14 +31,22 @@ def test_figure_4_has_a_curve_for_each_variant_and_the_papers_points(errors):
         errors.metrics[f"error/merge/{ratio}"] for ratio in ("0.15", "0.30", "0.50")
     ]
     assert len(curves["residual merging, alpha = 0"].y) == 2 and left.get_yscale() == "log"
-    assert drawing.legend(left) == [*curves, "paper, eviction and merging at 50 %"]
+    assert drawing.legend(left) == [*curves, "paper at 50 %"]
+    assert drawing.texts(left) == ["eviction", "merging"], "which of the paper's two points is which"
     assert drawing.diamonds(left) == [(0.5, 2.5e-3), (0.5, 2.72e-4)]
     assert drawing.curves(right)["of the error"].y == [
         errors.metrics[f"reduction/{r}"] for r in ("0.15", "0.30", "0.50")
     ]
     assert drawing.curves(right)["of the squared error"].y[-1] == errors.metrics["reduction_squared/0.50"]
+    assert "n = 2 documents; bands and bars: 95 % intervals" in figure.get_supxlabel()
     assert [gain for _, gain in drawing.diamonds(right)] == papers.figure("zsmerge", "figure4")["reduction"].tolist()
     figure.canvas.draw()
+
+
+def test_a_choice_at_one_budget_has_a_mark_beside_the_curve_and_none_among_the_errors(random_traces):
+    found = merging.figure_4(random_traces, (0.3, 0.5), without_bias=(0.3,), choices=(0.3,))
+    left, right = zsmerge.figure_4(found).axes
+    assert "scores by eq. 2" not in drawing.legend(left) and "of the error: scores by eq. 2" in drawing.legend(right)
 
 
 def test_figure_4_as_published_has_both_alphas_and_the_published_points(tiny, random_traces):
