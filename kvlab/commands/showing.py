@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from typing import Annotated
 
@@ -25,6 +26,9 @@ def ui(port: Port = 5000) -> None:
     if base := pages.running():
         typer.echo(f"it runs already: {base}")
         return
+    # A shell starts what runs in the background with Ctrl-C ignored; a plain kill must end the server, too.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     with pages.served(uri, port) as server:
         server.wait_until_it_answers()
         typer.echo(f"{server.address}   (Ctrl-C ends it)")

@@ -43,6 +43,15 @@ SCREEN = {
 }
 """Colours of the explorer's page, in the light and in the dark."""
 
+MARKS = {
+    "holds": "#146c43",
+    "holds in direction only": COLOURS[4],
+    "holds by a weak stand-in": "#b08b3e",
+    "fails": COLOURS[1],
+    "undecided": COLOURS[0],
+}
+"""Of points and intervals, by their verdict."""
+
 
 class Look(NamedTuple):
     """How a policy is drawn: its colour, and its marker, which tells it apart in grey."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 
 import pytest
 from support.paths import ROOT
 
-from kvlab.errors import KvlabError
 from kvlab.workbench import lab
-from kvlab.workbench.store import database
 
 
 @pytest.fixture
@@ -63,16 +60,3 @@ def test_git_does_not_see_them():
     if done.returncode == 128:
         pytest.skip("not a git checkout")
     assert done.returncode == 0
-
-
-def test_a_port_that_is_taken_is_told(tmp_path, monkeypatch):
-    monkeypatch.setenv("KVLAB_ROOT", str(tmp_path))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with (
-            pytest.raises(KvlabError, match=f"port {port} cannot be used .*PORT={port + 1}"),
-            lab._mlflow(database.store_uri(), port),
-        ):
-            pass

@@ -24,13 +24,6 @@ SIZE = (13.33, 7.5)
 """A slide of 16 to 9, in inches."""
 STRIP = (0.47, 0.82)
 """Where the strips of a column begin and end, as shares of its width; names stand left of them, numbers right."""
-COLOURS = {
-    papers.HOLDS: "#146c43",
-    papers.DIRECTION: theme.COLOURS[4],
-    papers.WEAK: "#b08b3e",
-    papers.FAILS: theme.COLOURS[1],
-    papers.UNDECIDED: theme.COLOURS[0],
-}
 Group = tuple[str, str, list[forest.Line]]
 """A paper's label, its headline and its lines."""
 
@@ -131,7 +124,7 @@ def _row(ax: Axes, y: float, line: forest.Line) -> None:
     step = 0.8 / max(1, len(line.dots))
     for place, dot in enumerate(line.dots):
         at = y - 0.4 + step * (place + 0.5)
-        colour = COLOURS[dot.state]
+        colour = theme.MARKS[dot.state]
         ax.plot([x(dot.low), x(dot.high)], [at, at], color=colour, lw=1.2, alpha=0.7)
         hollow = dot.state in (papers.FAILS, papers.UNDECIDED)
         ax.plot(x(dot.x), at, "o", ms=3.2, mfc="white" if hollow else colour, mec=colour, mew=1)
