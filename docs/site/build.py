@@ -40,7 +40,7 @@ NAMES = {
         *("live.fidelity.Loops", "live.cache.LiveCache", "live.cache.Host", "inputs.corpus.Question"),
         *("render.explorer.explorer.Explorer", "render.explorer.query_view.Spot", "render.explorer.query_view.Look"),
         *("attribution.results.Attribution", "render.explorer.effects.Picture", "replays.gaps.gaps_closed"),
-        "workbench.store.retries.RetryingClient",
+        *("workbench.store.retries.RetryingClient", "methods._base.indexer_reads.IndexerReads"),
         *("core.layout.Layout", "core.storage.Storage", "core.softmax.Softmax", "core.rotation.Rotation"),
     ],
     "What a policy sees": [
@@ -73,7 +73,7 @@ NAMES = {
     ],
 }
 # A function returns these; nobody else makes one, so that the page leaves out how.
-RETURNED = {"attribution.results.Attribution"}
+RETURNED = {"attribution.results.Attribution", "methods._base.indexer_reads.IndexerReads"}
 OPTIONS = "kvlab.traces.recording.Options"
 ALIASES = [
     *("kvlab.traces.recording.OnePrompt", "kvlab.traces.recording.SeveralPrompts", "kvlab.replays.run.OneTrace"),

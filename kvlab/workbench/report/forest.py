@@ -151,7 +151,7 @@ def _placed(name: str, claim: papers.Claim, states: dict[str, str], found: Seque
         Dot(entry.model, entry.state, x(effect(_value(entry))), x(low), x(high), _words(entry))
         for entry, (low, high) in zip(found, ends, strict=True)
     ]
-    beyond = paper is not None and abs(paper) > FARTHEST * farthest
+    beyond = paper is not None and not EDGES[0] <= NO_EFFECT + scale * paper <= EDGES[1] + 1e-9
     return Line(name, claim, states, dots, None if paper is None else x(paper), beyond)
 
 
