@@ -71,14 +71,6 @@ class Storage:
         """When an entry is rounded: `tokens` and `newest`, of its key and of its value where these differ."""
         return {(half.tokens, half.newest) for half in self.halves or (self,) if not half.exact}
 
-    def stored(self, entries: AsIs, layers: Sequence[int]) -> Entries:
-        """Entries in this form.
-
-        Args:
-            layers: the layer of each row, among those that are compressed.
-        """
-        return self.convert(entries) if self.calibration is None else self.convert(entries, layers)
-
     def behind(self, policy: str) -> str:
         """A policy with the storage of what it keeps, as signatures name both; the plain one goes without saying."""
         return policy if self.exact else f"{policy}+{self.name}"
@@ -260,6 +252,15 @@ def storages() -> list[str]:
     ['as_is', 'fp8', 'int8', 'kivi-4', 'kivi-2', 'turbo-4', 'turbo-3', 'turbo-2', 'nvfp4']
     """
     return list(STORAGES)
+
+
+def converted(entries: AsIs, storage: Storage, layers: Sequence[int]) -> Entries:
+    """Entries in the form of a storage.
+
+    Args:
+        layers: the layer of each row, among those that are compressed.
+    """
+    return storage.convert(entries) if storage.calibration is None else storage.convert(entries, layers)
 
 
 def stored_as(wanted: str | Storage) -> Storage:

@@ -18,7 +18,7 @@ from kvlab.core.dense_slots import DenseSlots, RecordedSlots
 from kvlab.core.entries import AsIs, Entries, Run
 from kvlab.core.latent_entries import LatentEntries
 from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, check_dropped, check_kept, pick
-from kvlab.core.storage import AS_IS, Storage
+from kvlab.core.storage import AS_IS, Storage, converted
 from kvlab.errors import KvlabError
 from kvlab.lib.renamed import Renamed
 
@@ -124,7 +124,7 @@ class LayerStore:
 
     def _held(self, entries: AsIs, storage: Storage) -> Entries:
         if not self.latent:
-            return storage.stored(entries, self.layers)
+            return converted(entries, storage, self.layers)
         storage.check_latent()
         return LatentEntries(entries, self.latent, storage.convert)
 
