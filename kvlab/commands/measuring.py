@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -178,7 +177,7 @@ def heads(
 
     lm = models.load(model)
     scores = measure(lm, context, needles, seed)
-    path = scores.save(out or Path(re.sub(r"[^\w.-]+", "-", lm.name) + "-heads.json"))
+    path = scores.save(out or options.named_after(lm.name, "-heads.json"))
     for layer, head, score in scores.best(5):
         typer.echo(f"layer {layer:2}, head {head:2}: {score:.1%} of the answer's attention on the needle")
     typer.echo(path)
@@ -206,7 +205,7 @@ def filters(
 
     lm = models.load(model)
     found = measure(lm, tokens, documents, samples, seed)
-    typer.echo(found.save(out or Path(re.sub(r"[^\w.-]+", "-", lm.name) + "-filters.json")))
+    typer.echo(found.save(out or options.named_after(lm.name, "-filters.json")))
 
 
 @app.command(
@@ -231,7 +230,7 @@ def calibrate(
 
     lm = models.load(model)
     found = measure(lm, tokens, documents, seed)
-    typer.echo(found.save(out or Path(re.sub(r"[^\w.-]+", "-", lm.name) + "-kvtc.safetensors")))
+    typer.echo(found.save(out or options.named_after(lm.name, "-kvtc.safetensors")))
 
 
 @app.command(
@@ -265,7 +264,7 @@ def surrogate(
     found = train(lm, tokens, documents, seed, ridge, held_out=judged)
     for document, r2 in found.about.r2.items():
         typer.echo(f"R^2 on {document}, mean over layers and KV heads: {r2:.3f}")
-    typer.echo(found.save(out or Path(re.sub(r"[^\w.-]+", "-", lm.name) + "-surrogate.safetensors")))
+    typer.echo(found.save(out or options.named_after(lm.name, "-surrogate.safetensors")))
 
 
 @app.command(epilog="Examples:   kvlab pages   |   kvlab pages --only snapkv,h2o --out my-pages")

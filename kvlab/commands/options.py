@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -80,6 +81,11 @@ def task_parameters(pairs: Iterable[str]) -> dict[str, Any]:
         except ValueError:
             raise typer.BadParameter(f"the value of {key} is no YAML: {value[:80]!r}") from None
     return {key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()}
+
+
+def named_after(model: str, suffix: str) -> Path:
+    """The file here for what was learnt of a model, where `--out` names none: MODEL-heads.json."""
+    return Path(re.sub(r"[^\w.-]+", "-", model) + suffix)
 
 
 def check_out(out: Path | None) -> None:

@@ -65,11 +65,16 @@ def _reason(why: str) -> str:
     return f"{why[:1].upper()}{why[1:].rstrip('.')}."
 
 
+def ours(verdict: papers.Verdict) -> str:
+    """`0.035 (0.023 to 0.047)`: our number, with its interval where it has one."""
+    if verdict.value is None or verdict.low is None or verdict.high is None:
+        return number(verdict.value)
+    return with_interval(verdict.value, verdict.low, verdict.high)
+
+
 def _ours(claim: papers.Claim, verdict: papers.Verdict) -> str:
     """`0.035 (0.023 to 0.047), share of attention`; without a unit where the claim's is that of the paper's number."""
-    shown = number(verdict.value)
-    if verdict.value is not None and verdict.low is not None and verdict.high is not None:
-        shown = with_interval(verdict.value, verdict.low, verdict.high)
+    shown = ours(verdict)
     return f"{shown}, {claim.unit}" if claim.unit and not claim.unit_is_papers else shown
 
 

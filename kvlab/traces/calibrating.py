@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvlab.core.kvtc import SINKS, Calibration
-from kvlab.errors import KvlabError, whole
-from kvlab.inputs import corpus
+from kvlab.errors import KvlabError
 from kvlab.inputs.corpus import Document
 from kvlab.inputs.models import lm_of
 from kvlab.lib import progress_bars
+from kvlab.traces.learning_texts import learning_texts
 from kvlab.traces.run import capture
 from kvlab.traces.trace import Trace
 
@@ -62,14 +62,7 @@ def measure(
         KvlabError: a model without tokenizer, or no text of that length.
     """
     lm = lm_of(lm)
-    for name, value in (("tokens", tokens), ("documents", documents)):
-        if whole(name, value) < 1:
-            raise KvlabError(f"{name} must be at least 1, not {value}")
-    lm.require_tokenizer("no text can be read by it")
-    if texts is None:
-        # What experiments judge storages on must not have made one of them.
-        judged = {name for names in corpus.SETS.values() for name in names}
-        texts = list(corpus.documents_between(lm, tokens, 10**9, limit=documents, seed=seed, without=judged))
+    texts = learning_texts(lm, tokens, documents, seed, texts, "to calibrate on")
     traces = [
         capture(lm, text.window(lm, tokens), 1, pseudo=(), progress=progress)
         for text in progress_bars.each(texts, "calibrate", "text", progress)

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from kvlab.errors import KvlabError, whole
-from kvlab.inputs import corpus
 from kvlab.inputs.corpus import Document
 from kvlab.inputs.models import lm_of
 from kvlab.lib import progress_bars
 from kvlab.methods._base.lookup import QueryFilters
 from kvlab.methods.qfilters import directions
+from kvlab.traces.learning_texts import learning_texts
 from kvlab.traces.run import capture
 
 if TYPE_CHECKING:
@@ -51,16 +50,7 @@ def measure(
     from kvlab import __version__
 
     lm = lm_of(lm)
-    for name, value in (("tokens", tokens), ("documents", documents), ("samples", samples)):
-        if whole(name, value) < 1:
-            raise KvlabError(f"{name} must be at least 1, not {value}")
-    lm.require_tokenizer("no text can be read by it")
-    if texts is None:
-        # What experiments judge policies on must not have made one of them.
-        judged = {name for names in corpus.SETS.values() for name in names}
-        texts = list(corpus.documents_between(lm, tokens, 10**9, limit=documents, seed=seed, without=judged))
-    if not texts:
-        raise KvlabError("there is no text to measure filters on; give at least one document")
+    texts = learning_texts(lm, tokens, documents, seed, texts, "to measure filters on", samples=samples)
     generator = torch.Generator().manual_seed(seed)
     drawn, signatures, kv_heads, layers = [], [], 0, None
     tokenizer = cast("PreTrainedTokenizerBase", lm.tokenizer)

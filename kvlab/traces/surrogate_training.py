@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvlab.errors import KvlabError, whole
-from kvlab.inputs import corpus
+from kvlab.errors import KvlabError
 from kvlab.inputs.corpus import Document
 from kvlab.inputs.models import lm_of
 from kvlab.lib import progress_bars
 from kvlab.methods._base.surrogates import About, Surrogate
 from kvlab.methods.kvzap import KVzap
 from kvlab.methods.kvzip import KVzip
+from kvlab.traces.learning_texts import learning_texts
 from kvlab.traces.run import capture
 
 if TYPE_CHECKING:
@@ -59,18 +59,9 @@ def train(
     from kvlab import __version__
 
     lm = lm_of(lm)
-    for name, value in (("tokens", tokens), ("documents", documents)):
-        if whole(name, value) < 1:
-            raise KvlabError(f"{name} must be at least 1, not {value}")
     if not 0 <= ridge < math.inf:
         raise KvlabError(f"ridge must be a number of at least 0, not {ridge}")
-    lm.require_tokenizer("no text can be read by it")
-    if texts is None:
-        # What experiments judge policies on must not have trained one of them.
-        judged = {name for names in corpus.SETS.values() for name in names}
-        texts = list(corpus.documents_between(lm, tokens, 10**9, limit=documents, seed=seed, without=judged))
-    if not texts:
-        raise KvlabError("there is no text to train a surrogate on; give at least one document")
+    texts = learning_texts(lm, tokens, documents, seed, texts, "to train a surrogate on")
     products: list[Tensor] = []
     signatures = []
     for text in progress_bars.each(texts, "surrogate", "text", progress):

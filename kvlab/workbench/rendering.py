@@ -24,7 +24,8 @@ from kvlab.workbench import experiments
 from kvlab.workbench.experiments import content_key, notebooks, parameter_values
 from kvlab.workbench.report import runs
 from kvlab.workbench.store import artifacts, findings_files
-from kvlab.workbench.store.tracking import DESCRIPTION, LONGEST, RENDERED, Shown, file_name, story_of
+from kvlab.workbench.store.database import DESCRIPTION
+from kvlab.workbench.store.tracking import LONGEST, RENDERED, Shown, file_name, story_of
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

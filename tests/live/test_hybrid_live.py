@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from typing import ClassVar
 
 import pytest
 import torch
 from support.families import HYBRIDS
 from support.hybrids import hybrid
-from support.live_runs import EVERYTHING, SMALL, agree, generate, left_padded, prompt
+from support.live_runs import (
+    EVERYTHING,
+    agree,
+    changes_nothing,
+    everything,
+    generate,
+    left_padded,
+    plain_runs,
+    prompt,
+    small,
+)
 from support.tensors import sets
 from transformers import DynamicCache
 
@@ -31,39 +40,17 @@ CASES = [
 ]
 
 
-def small(name):
-    return kvlab.policy(name, **SMALL[name])
-
-
-def everything(name):
-    return kvlab.policy(name, **EVERYTHING[name])
-
-
 # --- a budget as large as everything ---
 
 
 @pytest.fixture(scope="module")
 def plain(tiny):
-    """Plain generation of a family, alone and as a left-padded batch of three, once."""
-
-    @functools.cache
-    def make(family):
-        model = hybrid(tiny, family).model
-        ids, mask = left_padded(*(prompt(n, seed=n)[0] for n in (40, 23, 31)))
-        return ids, mask, generate(model, ids[:1]), generate(model, ids, attention_mask=mask)
-
-    return make
+    return plain_runs(lambda family: hybrid(tiny, family))
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_a_budget_as_large_as_everything_changes_nothing(tiny, plain, family, name):
-    lm = hybrid(tiny, family)
-    ids, mask, alone, batch = plain(family)
-    with kvlab.compress(lm.model, everything(name)) as session:
-        agree(generate(lm.model, ids[:1]), alone)
-        agree(generate(lm.model, ids, attention_mask=mask), batch)
-    for layer in lm.layout.compressed:
-        assert [session.kept(layer, row).tolist()[0] for row in range(3)] == [list(range(n + 11)) for n in (40, 23, 31)]
+    changes_nothing(hybrid(tiny, family), plain(family), everything(name))
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

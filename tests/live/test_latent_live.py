@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import copy
-import functools
 
 import pytest
 import torch
 from support.latents import OTHERS, RANK, SHAPED, WIDTH, latent
-from support.live_runs import EVERYTHING, SMALL, WITHOUT_BUDGET, agree, everything, generate, left_padded, prompt, small
+from support.live_runs import (
+    EVERYTHING,
+    SMALL,
+    WITHOUT_BUDGET,
+    agree,
+    changes_nothing,
+    everything,
+    generate,
+    left_padded,
+    plain_runs,
+    prompt,
+    small,
+)
 from support.tensors import sets
 from transformers import DynamicCache
 
@@ -29,26 +40,12 @@ CASES += [(family, name) for family in OTHERS for name in ("snapkv", "h2o", "tri
 
 @pytest.fixture(scope="module")
 def plain(tiny):
-    """Plain generation of a family, alone and as a left-padded batch of three, once."""
-
-    @functools.cache
-    def make(family):
-        model = latent(tiny, family).model
-        ids, mask = left_padded(*(prompt(n, seed=n)[0] for n in (40, 23, 31)))
-        return ids, mask, generate(model, ids[:1]), generate(model, ids, attention_mask=mask)
-
-    return make
+    return plain_runs(lambda family: latent(tiny, family))
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_a_budget_as_large_as_everything_changes_nothing(tiny, plain, family, name):
-    lm = latent(tiny, family)
-    ids, mask, alone, batch = plain(family)
-    with kvlab.compress(lm.model, everything(name)) as session:
-        agree(generate(lm.model, ids[:1]), alone)
-        agree(generate(lm.model, ids, attention_mask=mask), batch)
-    for layer in lm.layout.compressed:
-        assert [session.kept(layer, row).tolist()[0] for row in range(3)] == [list(range(n + 11)) for n in (40, 23, 31)]
+    changes_nothing(latent(tiny, family), plain(family), everything(name))
 
 
 @pytest.mark.parametrize(("family", "name"), [(f, n) for f, n in CASES if n != "full"])

@@ -147,6 +147,28 @@ class Witness(Probe):
 
 
 @functools.cache
+def plain_runs(lm_of):
+    """Plain generation of a family's model, alone and as a left-padded batch of three, once for each family."""
+
+    @functools.cache
+    def make(family):
+        model = lm_of(family).model
+        ids, mask = left_padded(*(prompt(n, seed=n)[0] for n in (40, 23, 31)))
+        return ids, mask, generate(model, ids[:1]), generate(model, ids, attention_mask=mask)
+
+    return make
+
+
+def changes_nothing(lm, plain, one):
+    """Assert that a policy with room for everything generates what `plain` of `plain_runs` did, and keeps all of it."""
+    ids, mask, alone, batch = plain
+    with kvlab.compress(lm.model, one) as session:
+        agree(generate(lm.model, ids[:1]), alone)
+        agree(generate(lm.model, ids, attention_mask=mask), batch)
+    for layer in lm.layout.compressed:
+        assert [session.kept(layer, row).tolist()[0] for row in range(3)] == [list(range(n + 11)) for n in (40, 23, 31)]
+
+
 def witnessed(lm_of, name, length=60, steps=200):
     """A live run of the small budget on a tiny model: session, witness, and a trace of the same prompt alone."""
     lm = lm_of("tiny-llama-gqa")

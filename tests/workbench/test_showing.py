@@ -7,7 +7,7 @@ import pytest
 from support.projects import EXPERIMENT
 
 from kvlab.analyses.findings import Findings
-from kvlab.workbench.store import showing, tracking
+from kvlab.workbench.store import database, showing, tracking
 
 LINE = f"toy@0123abcd|sotu/1962@aa11 squad/Oxygen@bb22|{EXPERIMENT}(tokens=100, names='a@b')|0|kvlab 0.1.0"
 
@@ -40,7 +40,7 @@ def test_a_run_has_its_curves_texts_and_verdicts(project, findings):
     stored = run.client.get_run(run.id)
     named = [(each.dataset.name, each.dataset.digest) for each in stored.inputs.dataset_inputs]
     assert sorted(named) == [("sotu/1962", "aa11"), ("squad/Oxygen", "bb22")]
-    assert "Errors grow with the budget." in stored.data.tags[tracking.DESCRIPTION]
+    assert "Errors grow with the budget." in stored.data.tags[database.DESCRIPTION]
     assert int(stored.data.tags["verdict.holds_in_direction_only"]) >= 1
     assert sum(int(n) for key, n in stored.data.tags.items() if key.startswith("verdict.")) > 5
     (found,) = run.client.search_runs([stored.info.experiment_id], "tags.`verdict.holds_in_direction_only` != '0'")

@@ -300,7 +300,7 @@ class Sweep:
                 {
                     "kvlab.kind": "sweep",
                     "kvlab.profile": job.profile,
-                    tracking.DESCRIPTION: self.descriptions[job.experiment],
+                    database.DESCRIPTION: self.descriptions[job.experiment],
                 },
                 name=f"sweep {job.profile}{label}",
             )

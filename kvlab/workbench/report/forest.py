@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvlab import papers
-from kvlab.render.phrases import number, with_interval
+from kvlab.render.sentences import ours
 from kvlab.workbench.report.ledger import HOLDING, WEAKEST, Entry
-from kvlab.workbench.report.model_trends import Row, paper_value
+from kvlab.workbench.report.model_trends import Row, ends_of, paper_value
 from kvlab.workbench.report.value_axis import side_of, turn_of
 
 NO_EFFECT = 30.0
@@ -112,7 +112,9 @@ def _line(name: str, rows: Sequence[Row]) -> Line | None:
     if not drawn:
         return None
     row = min(drawn, key=lambda row: (_holding(row), paper_value(row.claim) is None))
-    found = [entry for entry in row.entries if _valued(entry)]
+    found = [
+        (entry, entry.verdict.value) for entry in row.entries if _valued(entry) and entry.verdict.value is not None
+    ]
     return _placed(name, row.claim, {model: min(mine, key=WEAKEST.index) for model, mine in states.items()}, found)
 
 
@@ -125,7 +127,7 @@ def _valued(entry: Entry) -> bool:
     return entry.measured and entry.verdict.value is not None and entry.state != papers.UNMEASURED
 
 
-def _placed(name: str, claim: papers.Claim, states: dict[str, str], found: Sequence[Entry]) -> Line:
+def _placed(name: str, claim: papers.Claim, states: dict[str, str], found: Sequence[tuple[Entry, float]]) -> Line:
     turn, side = turn_of(claim), side_of(claim)
     assert turn is not None
 
@@ -133,7 +135,7 @@ def _placed(name: str, claim: papers.Claim, states: dict[str, str], found: Seque
         """How far a value lies from no effect, in the direction that the paper says."""
         return side * (value - turn)
 
-    ends = [sorted(map(effect, _ends(entry))) for entry in found]
+    ends = [sorted(map(effect, ends_of(entry, value))) for entry, value in found]
     farthest = max(abs(end) for pair in ends for end in pair) or 1.0
     printed = paper_value(claim)
     paper = None if printed is None else effect(printed)
@@ -148,25 +150,8 @@ def _placed(name: str, claim: papers.Claim, states: dict[str, str], found: Seque
         return round(min(max(NO_EFFECT + scale * distance, EDGES[0]), EDGES[1]), 1)
 
     dots = [
-        Dot(entry.model, entry.state, x(effect(_value(entry))), x(low), x(high), _words(entry))
-        for entry, (low, high) in zip(found, ends, strict=True)
+        Dot(entry.model, entry.state, x(effect(value)), x(low), x(high), ours(entry.verdict))
+        for (entry, value), (low, high) in zip(found, ends, strict=True)
     ]
     beyond = paper is not None and not EDGES[0] <= NO_EFFECT + scale * paper <= EDGES[1] + 1e-9
     return Line(name, claim, states, dots, None if paper is None else x(paper), beyond)
-
-
-def _value(entry: Entry) -> float:
-    assert entry.verdict.value is not None
-    return entry.verdict.value
-
-
-def _ends(entry: Entry) -> tuple[float, float]:
-    low, high = entry.verdict.low, entry.verdict.high
-    return (_value(entry), _value(entry)) if low is None or high is None else (low, high)
-
-
-def _words(entry: Entry) -> str:
-    low, high = entry.verdict.low, entry.verdict.high
-    if low is None or high is None:
-        return number(entry.verdict.value)
-    return with_interval(_value(entry), low, high)

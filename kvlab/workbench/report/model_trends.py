@@ -26,6 +26,12 @@ SAID = {
 """How they are counted in a sentence: of one, and of several or none."""
 
 
+def ends_of(entry: Entry, value: float) -> tuple[float, float]:
+    """The interval of an entry's value; the value alone where there is none."""
+    low, high = entry.verdict.low, entry.verdict.high
+    return (value, value) if low is None or high is None else (low, high)
+
+
 @dataclass(frozen=True)
 class Point:
     """Our value on one model, with its interval."""
@@ -38,8 +44,7 @@ class Point:
     @property
     def ends(self) -> tuple[float, float]:
         """The interval; the value alone where there is none."""
-        low, high = self.entry.verdict.low, self.entry.verdict.high
-        return (self.value, self.value) if low is None or high is None else (low, high)
+        return ends_of(self.entry, self.value)
 
 
 @dataclass

@@ -21,6 +21,7 @@ from kvlab.workbench.store.retries import RetryingClient
 
 SQLITE = "sqlite:///"
 KIND = "mlflow.experimentKind"
+DESCRIPTION = "mlflow.note.content"  # the tag that MLflow shows as a description
 EVALUATIONS = "What `kvlab eval` logged: scores of tasks under policies and budgets, each beside the full cache."
 PROXY_WITHOUT_SERVER = (502, 503, 504)
 
@@ -269,5 +270,5 @@ def _description(name: str) -> dict[str, str]:
     """The tag with an experiment's description, as its YAML has it, if there is one."""
     with contextlib.suppress(KvlabError):
         if name in experiments.names():
-            return {"mlflow.note.content": experiments.load(name).summary}
-    return {"mlflow.note.content": EVALUATIONS} if name == "eval" else {}
+            return {DESCRIPTION: experiments.load(name).summary}
+    return {DESCRIPTION: EVALUATIONS} if name == "eval" else {}

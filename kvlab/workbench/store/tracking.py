@@ -27,7 +27,7 @@ from kvlab.workbench.experiments.notebook_parameters import parameters as read_p
 from kvlab.workbench.experiments.notebook_parameters import shell
 from kvlab.workbench.experiments.notebooks import parameters_of
 from kvlab.workbench.store import showing
-from kvlab.workbench.store.database import client, ensure_store, experiment_id, store_uri
+from kvlab.workbench.store.database import DESCRIPTION, client, ensure_store, experiment_id, store_uri
 from kvlab.workbench.store.signatures import signature
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ SHOWN = 1000  # rows; the page of a run fetches them all
 STORY = "story"  # the folder of what the figures show, in sentences
 BULLET = "- "  # before each sentence on a claim
 PARAMETERS = "parameters"  # the tag with the number of the model's weights
-DESCRIPTION = "mlflow.note.content"
 RENDERED = "kvlab.render"  # the tag with the hash of the code that drew the run's figures
 NONE = "none"  # what a tag says where nothing was measured for a model
 LISTED = "mlflow.loggedArtifacts"  # which JSON files MLflow's UI shows as tables
@@ -164,24 +163,15 @@ class Run:
             numbers[f"{name}/low"], numbers[f"{name}/high"] = _finite(f"{name}/low", low), _finite(f"{name}/high", high)
             if numbers[f"{name}/low"] > numbers[f"{name}/high"]:
                 raise KvlabError(f"the interval of {name!r} has its ends the wrong way round: ({low}, {high})")
-        self._log_batch(numbers)
+        self._log_batch(showing.Point(name, 0, value) for name, value in numbers.items())
         self.metrics.update(numbers)
         self.intervals.update({name: (numbers[f"{name}/low"], numbers[f"{name}/high"]) for name in intervals})
 
-    def _log_batch(self, numbers: Mapping[str, float]) -> None:
+    def _log_batch(self, points: Iterable[showing.Point]) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        entries = [Metric(name, value, now, 0) for name, value in numbers.items()]
-        for first in range(0, len(entries), BATCH):
-            self.client.log_batch(self.id, metrics=entries[first : first + BATCH])
-
-    def _curves(self, points: Sequence[showing.Point]) -> None:
-        """Log curves for MLflow's charts; they are none of the run's `metrics`, which claims are judged by."""
-        from mlflow.entities import Metric
-
-        now = int(time.time() * 1000)
-        entries = [Metric(point.name, _finite(point.name, point.value), now, point.step) for point in points]
+        entries = [Metric(point.name, point.value, now, point.step) for point in points]
         for first in range(0, len(entries), BATCH):
             self.client.log_batch(self.id, metrics=entries[first : first + BATCH])
 
@@ -246,7 +236,8 @@ class Run:
             else:
                 table = findings.table
                 self.log(findings.metrics, findings.intervals)
-                self._curves(showing.curves(findings.rows))
+                # None of the run's `metrics`, which claims are judged by.
+                self._log_batch(showing.curves(findings.rows))
             if len(table):
                 self.table(name, table)
             with tempfile.TemporaryDirectory() as folder:
