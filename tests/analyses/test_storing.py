@@ -145,7 +145,8 @@ def test_two_storages_of_one_policy_meet_at_equal_bytes():
     # 20 MiB lie half way between 10 and 40 on a logarithmic axis: 0.3 against 0.1, and half of both.
     assert (row.value, row.low, row.high) == pytest.approx((0.15, *students((0.2, 0.1))), rel=1e-4)
     assert not any(name.startswith("stored/0.5/") for name in found.metrics), "the first ends at 40 MiB"
-    assert "Keep in first, or in second? at 20%" in {row["paper"] for row in draw._stored(found, "kl")}
+    (panel,) = (ax for ax in draw.differences(found, "kl").axes if ax.get_title() == "Which storage?")
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["first, or second, 20%"]
 
 
 def test_points_are_means_over_documents_and_know_their_front():
