@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import matplotlib.pyplot as plt
 
@@ -226,33 +226,35 @@ def _stored(ax: Axes, single: pandas.DataFrame, policies: Sequence[str]) -> None
     ax.set_yticks(range(len(mib)), [names[str(policy)] for policy in mib.index])
     ax.set(xlabel="stored, MiB", title="Bytes stored by the cache", ylim=(len(mib) - 0.5, -0.5))
     ax.set_xlim(0, 1.14 * float(mib.to_numpy().max()))
-    plots.note(ax.figure, single, f"open: a prompt of {shortest:,} tokens; filled: {longest:,}")
+    plots.note(cast("Figure", ax.figure), single, f"open: a prompt of {shortest:,} tokens; filled: {longest:,}")
 
 
 def _memory_saved(ax: Axes, saved: pandas.DataFrame, policies: Sequence[str]) -> None:
     """A curve over the prompt for all policies that save alike, beside what two papers print."""
-    percent = saved.assign(percent=100 * saved["saving"]).pivot(index="length", columns="policy", values="percent")
+    rows = saved.assign(percent=100 * saved["saving"]).sort_values("length")
+    percent = {policy: part["percent"].to_numpy() for policy, part in rows.groupby("policy")}
+    lengths = sorted(set(rows["length"]))
     left, spots = [policy for policy in policies if policy in percent], itertools.cycle((ABOVE, BELOW))
     while left:
         first = percent[left[0]]
-        alike = [policy for policy in left if (percent[policy] - first).abs().max() <= ALIKE]
+        alike = [policy for policy in left if abs(percent[policy] - first).max() <= ALIKE]
         left = [policy for policy in left if policy not in alike]
         look, name = theme.look(alike[0]), ", ".join(alike)
-        ax.plot(percent.index, first, color=look.colour, marker=look.marker, label=name)
-        end = percent.index[-1], first.iloc[-1]
+        ax.plot(lengths, first, color=look.colour, marker=look.marker, label=name)
+        end = lengths[-1], first[-1]
         ax.annotate(
             name.replace(", ", ",\n"), end, **next(spots), textcoords="offset points", color=look.colour, fontsize=9
         )
     table_a1 = _table_a1()
-    lengths, saved_there = table_a1["input_tokens"], 100 * table_a1["memory_saved"]
-    ax.plot(lengths, saved_there, "--D", color=plots.PAPER, label="compilerkv's paper")
+    printed_at, saved_there = table_a1["input_tokens"], 100 * table_a1["memory_saved"]
+    ax.plot(printed_at, saved_there, "--D", color=plots.PAPER, label="compilerkv's paper")
     best = 100 * max(papers.figure("rocketkv", "figure5")["memory_saving"])
     ax.axhline(best, color=plots.PAPER, linestyle=":", label="rocketkv's paper, best")
     for line, end in (
-        (ax.lines[-2], (lengths.iloc[-1], saved_there.iloc[-1])),
-        (ax.lines[-1], (lengths.iloc[-1], best)),
+        (ax.lines[-2], (printed_at.iloc[-1], saved_there.iloc[-1])),
+        (ax.lines[-1], (printed_at.iloc[-1], best)),
     ):
-        ax.annotate(line.get_label(), end, xytext=(0, 6), textcoords="offset points", ha="right", fontsize=9)
+        ax.annotate(str(line.get_label()), end, xytext=(0, 6), textcoords="offset points", ha="right", fontsize=9)
     ax.set(xscale="log", xlabel="prompt, tokens", ylabel="memory saved, %", title="Saved of weights and cache")
     ax.set_ylim(0, 1.15 * best)
 
