@@ -8,11 +8,13 @@ import json
 import re
 import shlex
 import textwrap
+from datetime import date
 from pathlib import Path
 
 import pytest
 import torch
 import typer
+import yaml
 from support import recorders
 from support.commands import call
 from support.paths import ROOT
@@ -23,6 +25,7 @@ import kvlab
 from kvlab import cli, papers
 from kvlab.inputs import models
 from kvlab.inputs.models import loading
+from kvlab.workbench import project
 from kvlab.workbench.report import snapshots
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -64,6 +67,12 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
         if not target.startswith("https://"):
             assert (page.parent / target).is_file(), target
+
+
+def test_the_citation_names_the_version_and_its_day():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == kvlab.__version__ == project.version()
+    assert date.fromisoformat(cited["date-released"]) <= date.today()
 
 
 def test_disagreements_name_claims_that_there_are():
