@@ -81,7 +81,7 @@ def _counts(default: Sequence[Entry], both: Sequence[tuple[Entry, Entry]]) -> st
     tally = Tally.of(default)
     measured = Counter(entry.origin.profile for entry in default if entry.measured)
     return _table(
-        ["besides", ""],
+        ["counted", ""],
         [
             ["measured claims, of these by the full profile", f"{measured.total()}, {measured['full']}"],
             ["checks (controls, identities, examples) that hold", tally.met("checks")],
