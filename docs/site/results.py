@@ -1,4 +1,4 @@
-"""Write the results that README and docs/disagreements.md show, from the kept ledgers: `make results`.
+"""Write the results that README and pages of docs/ show, from the kept ledgers: `make results`.
 
 A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. All else in a page stays as it is.
 """
@@ -15,14 +15,15 @@ from kvlab import papers
 from kvlab.inputs.models import DEFAULT
 from kvlab.papers.claim import StandIn
 from kvlab.papers.stand_ins import Prediction, Predictions, outcome_of
+from kvlab.render.sentences import sentence
 from kvlab.workbench.report import model_agreement, model_trends, snapshots, stability, stand_ins
 from kvlab.workbench.report.ledger import STATES, Entry, Tally, by_model, by_paper
 from kvlab.workbench.report.ledger_models import Subject, subjects
-from kvlab.workbench.report.paper_summary import quoted
+from kvlab.workbench.report.paper_summary import quoted, standings
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "docs" / "ledger"
-PAGES = ("README.md", "docs/disagreements.md")
+PAGES = ("README.md", "docs/results.md", "docs/disagreements.md")
 PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -48,12 +49,14 @@ def parts() -> dict[str, str]:
         (entry, of_profile["full"][name]) for name, entry in of_profile["quick"].items() if name in of_profile["full"]
     ]
     return {
+        "papers": _papers(every),
         "findings": _by_state("findings", ((label, Tally.of(mine)) for label, mine in by_paper(default).items())),
         "counts": _counts(default, both),
         "models": _by_state(
             "model", ((f"`{Subject(model).label}`", Tally.of(mine)) for model, mine in by_model(every).items())
         ),
         "quoted": _quoted(default),
+        "timings": _timings(default),
         "across": _across(every, order),
         "trends": _trends(every, order),
         "flips": "\n\n".join(stability.sentences(stability.read(KEPT))),
@@ -78,7 +81,7 @@ def _counts(default: Sequence[Entry], both: Sequence[tuple[Entry, Entry]]) -> st
     tally = Tally.of(default)
     measured = Counter(entry.origin.profile for entry in default if entry.measured)
     return _table(
-        ["besides", ""],
+        ["counted", ""],
         [
             ["measured claims, of these by the full profile", f"{measured.total()}, {measured['full']}"],
             ["checks (controls, identities, examples) that hold", tally.met("checks")],
@@ -101,6 +104,32 @@ def _quoted(default: Sequence[Entry]) -> str:
     for paper in papers.papers():
         lines.append(f"* **{paper.label}**")
         lines += [f"  * {sentence}" for sentence in quoted(default, default[0].model, paper.quoted)]
+    return "\n".join(lines)
+
+
+def _papers(every: Sequence[Entry]) -> str:
+    """For each paper how its quoted findings stand on the models, and the first of them on the default model."""
+    named = {subject.label: subject.name for subject in subjects(every)}
+    entries = by_paper(every)
+    rows = []
+    for paper in papers.papers():
+        mine = entries[paper.label]
+        found = {name: states for name, states in standings(mine) if name in paper.quoted}
+        counted = Counter(state for states in found.values() for state in states.values())
+        counted[papers.UNMEASURED] = len(named) * len(paper.quoted) - counted.total()
+        code = f"[code]({paper.source.code})" if paper.source.code else "no public code"
+        links = f"[{paper.label}](docs/disagreements/{paper.name}.md) ([arXiv]({paper.source.url}), {code})"
+        first, *_ = quoted(mine, named[DEFAULT], paper.quoted)
+        rows.append([links, *(counted[state] for state in papers.VERDICTS), first])
+    return _table(["quoted findings of", *papers.VERDICTS, f"the first of them, on `{DEFAULT}`"], rows)
+
+
+def _timings(default: Sequence[Entry]) -> str:
+    lines = [
+        f"* {sentence(entry.claim, entry.verdict)}"
+        for entry in default
+        if entry.group == "timings" and entry.state != papers.UNMEASURED
+    ]
     return "\n".join(lines)
 
 

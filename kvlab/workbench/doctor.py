@@ -85,7 +85,8 @@ def versions() -> Finding:
     absent, unpinned = [], []
     for name, pin in pins.items():
         try:
-            installed = importlib.metadata.version(name).partition("+")[0]
+            noted = project.version() if name == "kvlab" else importlib.metadata.version(name)
+            installed = noted.partition("+")[0]
         except importlib.metadata.PackageNotFoundError:
             absent.append(name)
             continue

@@ -10,6 +10,7 @@ from pathlib import Path
 from kvlab.errors import KvlabError
 from kvlab.lib.files import digest
 from kvlab.lib.workspace import made_by, root, workspace
+from kvlab.version import __version__
 
 __all__ = ["checkout", "code_hash", "commit", "root", "version"]
 
@@ -66,14 +67,8 @@ def checkout() -> Path:
 
 
 def version() -> str:
-    """The version of the installed package; "0+unknown" for a source tree that was never installed."""
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as installed
-
-    try:
-        return installed("kvlab")
-    except PackageNotFoundError:
-        return "0+unknown"
+    """The version of the code that runs. pip's own note stays behind in a checkout that is updated in place."""
+    return __version__
 
 
 def other_version() -> str | None:

@@ -1,4 +1,4 @@
-"""The results in README and in docs/disagreements.md are those of the kept ledgers."""
+"""The results in README and in docs/ are those of the kept ledgers, and README stays short."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ import re
 import pytest
 from support.paths import ROOT
 
+from kvlab import papers
 from kvlab.workbench.report import snapshots
 from kvlab.workbench.report.ledger_models import subjects
 
 SCRIPT = ROOT / "docs" / "site" / "results.py"
+README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
+GENERATED = re.compile(r"<!-- generated: \w+ -->.*?<!-- end -->", re.DOTALL)
+CODE = re.compile(r"```.*?```", re.DOTALL)
+LONGEST, WIDEST = 130, 80
+# Names, versions, dates and addresses have digits that no run can change.
+NAMES = re.compile(
+    r"SmolLM2|Qwen2\.5|Gemma 3|\d+(?:\.\d+)?[MB]\b|Python 3\.\d+|kvpress 0\.\d|Apache-2\.0|"
+    r"\d+ [A-Z][a-z]+ 20\d\d|`[^`\n]*`|\]\([^)]*\)|https?://\S+"
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +42,36 @@ def test_the_pages_show_what_make_results_writes(results, pages):
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is not of today's ledgers: make results"
     shown = [name for text in pages.values() for name in re.findall(r"<!-- generated: (\w+) -->", text)]
     assert sorted(shown) == sorted(results.parts())
+
+
+def typed(page) -> str:
+    """A page without its code and its generated parts."""
+    return CODE.sub("", GENERATED.sub("", page.read_text(encoding="utf-8")))
+
+
+def test_readme_is_read_in_a_minute():
+    """Tables, and pictures with their links, are on one line each whatever their length."""
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= LONGEST
+    assert not [line for line in typed(README).splitlines() if len(line) > WIDEST and not line.startswith(("|", "["))]
+
+
+@pytest.mark.parametrize("page", [README, RESULTS], ids=lambda page: page.name)
+def test_a_typed_sentence_has_no_number_that_a_run_could_change(page):
+    assert not re.findall(r".*\d.*", NAMES.sub("", typed(page)))
+
+
+def test_readme_says_one_thing_of_each_paper_and_leads_to_its_page():
+    (part,) = (part for part in GENERATED.findall(README.read_text(encoding="utf-8")) if "generated: papers" in part)
+    _, _, *rows = [line for line in part.splitlines() if line.startswith("|")]
+    models = len(subjects(snapshots.kept(ROOT / "docs" / "ledger")))
+    for paper, row in zip(papers.papers(), rows, strict=True):
+        assert f"[{paper.label}](docs/disagreements/{paper.name}.md)" in row and paper.source.url in row
+        assert (paper.source.code or "no public code") in row
+        *_, sentence, _ = (cell.strip() for cell in row.split("|"))
+        assert sentence.endswith(".") and re.search(r"\d", sentence)
+        counts = [int(cell) for cell in row.split("|")[2:-2]]
+        assert sum(counts) == models * len(paper.quoted)
 
 
 def test_the_page_on_disagreements_names_the_models_that_are_kept(pages):

@@ -179,6 +179,8 @@ def test_the_key_follows_what_could_change_the_numbers(project, monkeypatch):
     assert experiments.jobs(NAME, overrides=named)[0].key != first
 
     second = experiments.jobs(NAME)[0].key
+    monkeypatch.setattr(experiments.content_key.project, "version", lambda: "99.0.0")
+    assert experiments.jobs(NAME)[0].key == second, "a new version of the same code has the same numbers"
     monkeypatch.setattr(experiments.content_key.project, "code_hash", lambda: "other code")
     assert experiments.jobs(NAME)[0].key != second
 

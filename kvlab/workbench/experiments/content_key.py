@@ -37,7 +37,7 @@ def key(notebook: Path, parameters: Mapping[str, Any]) -> str:
         "parameters": dict(sorted(parameters.items())),
         "inputs": {text: _fingerprint(text) for text in sorted(set(_texts(parameters.values())))},
         "looked_up": {name: _shipped(name, parameters) for name in LOOKED_UP if name in parameters},
-        "kvlab": [project.version(), project.code_hash()],
+        "kvlab": project.code_hash(),
         "workspace": workspace.code_hash(parts=_own_parts(notebook, parameters)),
         "libraries": _libraries(),
     }
