@@ -10,7 +10,7 @@ import base64
 import html
 import importlib
 import inspect
-import pkgutil
+import json
 import re
 import shutil
 import sys
@@ -84,6 +84,7 @@ SIX = (
     *("dapq_position_vs_content", "morphkv_long_responses", "rocketkv_budgets", "zsmerge_error_curves"),
     *("compilerkv_budgets", "tasks_at_small_budgets"),
 )
+LONGEST_TEXT = 20_000  # of a page, for the search's excerpts: characters
 BAR = "\\|"  # within a table of Markdown
 OPTIONS = "kvlab.traces.recording.Options"
 ALIASES = [
@@ -142,7 +143,7 @@ def _live(static: Path) -> str:
 
 
 def _doors(source: Path) -> None:
-    """Give each door of the site the pages of its table as its navigation. A page without a door joins the last table."""
+    """Make the pages in each door's table its navigation. A page without a door joins the last table."""
     named = set()
     for door in DOORS:
         page = source / f"{door}.md"
@@ -168,6 +169,7 @@ def _join(page: Path, names: Iterable[str]) -> None:
 def _licence_inside(page: Path) -> str:
     """A page whose links to files that are no pages are plain words."""
     text = page.read_text(encoding="utf-8")
+    text = re.sub(r"\A# kvlab\n", "# README: kvlab on one page\n", text)  # the start page has the name alone
     return re.sub(r"\[([^\]]+)\]\((?!https?:|#)[^)#]*(?<!\.md)(?<!\.png)(?<!\.svg)\)", r"\1", text)
 
 
@@ -202,8 +204,11 @@ def _notebooks(gallery: Path) -> str:
     names = "\n".join(f"notebooks/{path.stem}" for path in paths)
     return f"""# Notebooks
 
-A card shows a notebook's first figure, its most quoted finding, and the time of its quick profile on two cores. Findings are of
-SmolLM2-135M, computed from the kept ledger. A notebook without judged claims says what it measures. `kvlab run NAME` runs one.
+After this page you know what each notebook finds, and how long it runs.
+
+A card shows a notebook's first figure, its most quoted finding, and the time of its quick profile on two cores.
+Findings are of SmolLM2-135M, computed from the kept ledger. A notebook without judged claims names its subject.
+`kvlab run NAME` runs one.
 
 ::::{{grid}} 1 2 2 3
 :gutter: 2
@@ -235,7 +240,7 @@ def _card(name: str, gallery: Path) -> str:
     time = f"{seconds} s" if seconds < 100 else f"{seconds / 60:.0f} min"
     return (
         f":::{{grid-item-card}} {title}\n:img-top: gallery/{first.name}\n:img-alt: First figure of {title}\n"
-        f":link: notebooks/{name}\n:link-type: doc\n{words}\n+++\n{time if seconds else 'under a minute'}\n:::"
+        f":link: notebooks/{name}\n:link-type: doc\n:footer: {time if seconds else 'under a minute'}\n\n{words}\n:::"
     )
 
 
@@ -368,9 +373,10 @@ def _ledger() -> str:
 
 After this page you know the verdict on any claim of the five papers, and can link to it.
 
-A row holds the claim, the paper's number, and our number on each model with its 95 % interval and verdict. Open a verdict to read the
-comparison. The numbers are the kept runs of `docs/ledger/`. `kvlab reproduce` measures the same on your machine.
-[Claims and verdicts](docs/claims.md) has the rules. The address of this page holds your filters. A claim's id leads to its row.
+A row holds the claim, the paper's number, and our number on each model with its 95 % interval and verdict. Open a
+verdict to read the comparison. The numbers are the kept runs of `docs/ledger/`. `kvlab reproduce` measures the same on
+your machine. [Claims and verdicts](docs/claims.md) has the rules. The address of this page holds your filters. A
+claim's id leads to its row.
 {flipping}
 Of the {sum(map(len, agreement.values()))} findings that several models measured:
 
@@ -432,14 +438,15 @@ def _reference(source: Path) -> None:
 
 def _listed(name: str, folder: Path, text: str, what: str = "") -> str:
     """Write the page of a name, and return its row in the list of all."""
-    made = pkgutil.resolve_name(name)
+    home, _, last = name.rpartition(".")
+    # A function may have the name of a folder beside it, which an import of that name would find first.
+    made = getattr(importlib.import_module(home), last, None) or importlib.import_module(name)
     # Small letters alone would not tell `Policy` from `policy` on every disk.
     page = f"{name}-class" if isinstance(made, type) else name
-    short = ".".join(name.split(".")[:1] + name.split(".")[-1:]) if name.count(".") and not inspect.ismodule(made) else name
-    (folder / f"{page}.md").write_text(f"# {short}\n\n{text}\n", encoding="utf-8")
+    (folder / f"{page}.md").write_text(f"# {name}\n\n{text}\n", encoding="utf-8")
     documented = isinstance(made, type) or inspect.isroutine(made) or inspect.ismodule(made)
     first = (inspect.getdoc(made) or "").partition("\n\n")[0] if documented else ""
-    return f"| [{short}](reference/{page}.md) | {what or _plain(' '.join(first.split()))} |"
+    return f"| [{name}](reference/{page}.md) | {what or _plain(' '.join(first.split()))} |"
 
 
 def _explained(name: str) -> list[str]:
@@ -456,6 +463,21 @@ def _explained(name: str) -> list[str]:
     return ["```{eval-rst}", f".. {directive}:: {name}{signature}", options, "```", ""]
 
 
+def _excerpts(pages: Path) -> None:
+    """Write the text of each page for the search's excerpts. A page opened from a file may not fetch other pages."""
+    texts = {}
+    for path in pages.rglob("*.html"):
+        name = path.relative_to(pages).with_suffix("").as_posix()
+        if name.split("/")[0] in ("_static", "_modules") or name in ("genindex", "py-modindex", "search"):
+            continue
+        article = path.read_text(encoding="utf-8").partition("<article")[2].partition("</article>")[0]
+        body = re.sub(r"<(script|style|svg)\b.*?</\1>", " ", article, flags=re.DOTALL)
+        plain = html.unescape(re.sub(r"<[^>]+>", " ", body.partition("</h1>")[2]))
+        texts[name] = " ".join(plain.split())[:LONGEST_TEXT]
+    said = json.dumps(texts, ensure_ascii=False)
+    (pages / "_static" / "excerpts.js").write_text(f"window.kvlabTexts = {said};\n", encoding="utf-8")
+
+
 def main(out: Path = ROOT / "build" / "docs") -> None:
     """Build the site into OUT/html. A warning is an error.
 
@@ -469,6 +491,7 @@ def main(out: Path = ROOT / "build" / "docs") -> None:
     options = ["-b", "html", "-W", "--keep-going", "-q", "-E", "-d", str(out / "doctrees")]
     code = sphinx([*options, str(source), str(out / "html")])
     if code == 0:
+        _excerpts(out / "html")
         typer.echo(f"the site is in {out / 'html'}; open {out / 'html' / 'index.html'}")
     sys.exit(code)
 

@@ -67,3 +67,38 @@ document.addEventListener("DOMContentLoaded", () => {
   addEventListener("hashchange", read);
   read();
 });
+
+// The search's page gets an excerpt under each result: the text around the first word that was searched.
+document.addEventListener("DOMContentLoaded", () => {
+  const results = document.getElementById("search-results");
+  if (!results) return;
+  const AROUND = 110;
+  const root = document.documentElement.dataset.content_root ?? "";
+  const words = (new URLSearchParams(location.search).get("q") ?? "").toLowerCase().split(/\s+/).filter(Boolean);
+  const excerpt = (text) => {
+    const small = text.toLowerCase();
+    const at = words.map((word) => small.indexOf(word)).filter((place) => place >= 0);
+    const start = at.length ? Math.max(0, Math.min(...at) - AROUND / 2) : 0;
+    const shown = text.slice(start, start + 2 * AROUND);
+    return `${start ? "… " : ""}${shown}${start + shown.length < text.length ? " …" : ""}`;
+  };
+  const fill = () => {
+    for (const link of results.querySelectorAll("li > a:first-child")) {
+      const item = link.parentElement;
+      const name = new URL(link.href).pathname.replace(new URL(root || ".", location.href).pathname, "");
+      const text = window.kvlabTexts?.[decodeURIComponent(name).replace(/\.html$/, "")];
+      if (!text || item.querySelector(".excerpt")) continue;
+      const line = document.createElement("p");
+      line.className = "excerpt";
+      line.textContent = excerpt(text);
+      item.append(line);
+    }
+  };
+  const script = document.createElement("script");
+  script.src = `${root}_static/excerpts.js`;
+  script.addEventListener("load", () => {
+    fill();
+    new MutationObserver(fill).observe(results, { childList: true, subtree: true });
+  });
+  document.head.append(script);
+});
