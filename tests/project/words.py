@@ -1,0 +1,301 @@
+"""Plain English, checked: sentences of at most 25 words, and none of a short list of private words.
+
+python tests/project/words.py README.md docs/start.md    # print each long sentence and banned word as FILE:LINE
+python tests/project/words.py --write                    # lower the numbers in words.csv to what is left
+
+The texts are README.md, CHANGELOG.md, docs/, the notebooks' Markdown, and in kvlab/: public docstrings, commands' help,
+warnings and error messages. words.csv lists how many problems a file may still have. The numbers can only fall.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import functools
+import importlib.util
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ALLOWED = Path(__file__).with_name("words.csv")
+LONGEST = 25
+# A pattern -> what to write instead. Ordinary uses of a word stay free: "in place", "held out", "carried out".
+BANNED = {
+    r"told": "reported, distinguished",
+    r"hears?|heard": "receives, reports",
+    r"held(?![- ]out)": "stored, kept",
+    r"besides?": "next to, with, also",
+    r"in place of|in (?:its|their) place|tak(?:e|es|ing) (?:its|their|the) place": "instead of, replaces",
+    r"taken (?:away|for|along|apart|back)": "removed, treated as",
+    r"calm|settle[sd]?|shelf|shelves|patience|doubts?": "the field's term",
+    r"carr(?:y|ies|ied) (?:along|over|with)": "copied, kept",
+    r"ow(?:e|es|ed)": "is missing, must",
+    r"shall": "must, is",
+    r"nothing but": "only",
+    r"stands? (?:at|in|on|under|above|below|where|there|behind|before|between)(?! for)": "is",
+    r"not un(?!der|til|less|it|io|iq|if)\w+": "one negation or none",
+    r"so that [^.]*, which": "two sentences",
+    r"turned away|turns? [\w ]+ away": "rejected, refused",
+}
+NOUN_CLAUSE = 'a sentence that begins with "What" and asks nothing'
+
+_BANNED = re.compile("|".join(rf"(?P<b{number}>\b(?:{each})\b)" for number, each in enumerate(BANNED)), re.IGNORECASE)
+_END = re.compile(r"[.!?][\"'”’)\]*_]*\s+(?=\S)")
+# No end of a sentence, whatever follows; and none before a small letter or a number.
+_SHORT = re.compile(r"(?:^|[\s(\[\"“])(?:e\.g|i\.e|et al|cf|vs|approx|resp|Dr|Mr|Mrs|St|[A-Z])\.$")
+_BEFORE_NUMBER = re.compile(r"(?:^|[\s(\[])(?:figs?|eqs?|secs?|tabs?|apps?|alg|thm|nos?|pp?|ch|vol)\.$", re.IGNORECASE)
+_BEFORE_SMALL = re.compile(r"(?:etc|incl|\.\.|…)\.$", re.IGNORECASE)
+_ITEM = re.compile(r"\s*(?:[*+-]|\d+[.)])\s+")
+_FENCE = re.compile(r"\s*(`{3,}|~{3,}|:{3,})")
+_SKIPPED = re.compile(r"\s*(?:#|\||\[[^\]]+\]:\s|:[\w-]+:|={3,}$|-{3,}$)")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A long sentence or a banned word."""
+
+    line: int
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.text}"
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of one paragraph. A colon and a semicolon end none; nor do "e.g.", "et al." and "Fig. 3"."""
+    found, start = [], 0
+    for end in _END.finditer(text):
+        before, after = text[start : end.start() + 1], text[end.end()]
+        if _SHORT.search(before) or (_BEFORE_NUMBER.search(before) and (after.isdigit() or after == "(")):
+            continue
+        if _BEFORE_SMALL.search(before) and not after.isupper():
+            continue
+        found.append(text[start : end.end()].strip())
+        start = end.end()
+    return [each for each in [*found, text[start:].strip()] if each]
+
+
+def words(sentence: str) -> int:
+    """The number of words: whatever has a letter or a digit between two spaces."""
+    return sum(any(letter.isalnum() for letter in word) for word in sentence.split())
+
+
+def plain(text: str) -> str:
+    """A paragraph as a reader sees it: a link is its text; code and a formula are one word, X."""
+    text = re.sub(r"<!--.*?-->", " ", text)
+    text = re.sub(r"(`+)(?:[^`]|(?!\1)`)+\1|\$\$?[^$]+\$\$?", "X", text)
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)", " ", text)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"<https?:[^>]*>|https?://\S+[\w/]", "X", text)
+    text = re.sub(r"</?[a-zA-Z][^>]*>", " ", text)
+    return " ".join(re.sub(r"\*\*|__|(?<!\w)[*_](?=\w)|(?<=[\w.!?])[*_](?!\w)", "", text).split())
+
+
+def markdown(text: str, first: int = 1) -> Iterator[tuple[int, str]]:
+    """The paragraphs and list items of a Markdown text, with their lines; no code, tables, headings, or made blocks."""
+    part: list[str] = []
+    start, fence, generated = first, "", False
+    for number, line in enumerate([*text.splitlines(), ""], first):
+        if generated or "<!-- generated:" in line:
+            generated = "<!-- end -->" not in line
+            line = ""
+        elif mark := _FENCE.match(line):
+            opened = mark[1][0] != ":"  # a directive's own text is prose
+            if fence:
+                fence = "" if mark[1][:3] == fence and line.strip() == mark[1] else fence
+            elif opened:
+                fence = mark[1][:3]
+            line = ""
+        elif fence or _SKIPPED.match(line):
+            line = ""
+        line = re.sub(r"^\s*(?:> ?)+", "", line)
+        item = _ITEM.match(line)
+        if part and (item or not line.strip()):
+            yield start, plain(" ".join(part))
+            part = []
+        if line.strip():
+            start = start if part else number
+            part.append(line[item.end() :] if item else line)
+
+
+def docstring(text: str, first: int) -> Iterator[tuple[int, str]]:
+    """The paragraphs of a docstring: an item for each attribute or parameter; no examples, no code."""
+    kept, example, indent = [], False, 0
+    for line in inspect.cleandoc(text).splitlines():
+        inner = len(line) - len(line.lstrip())
+        example = bool(line.strip()) and (example or line.lstrip().startswith(">>>"))
+        code = example or (inner >= 4 and indent == 0 and not (kept and kept[-1].strip()))
+        if re.match(r" {4}\w[\w, ()*.]*: |[A-Z]\w+:$", line) or inner < indent:
+            kept.append("")  # the next of a list of names, or its heading
+        indent = inner if line.strip() and not example else indent
+        kept.append("" if code and not re.match(r" +[\w*, ]+:", line) else line)
+    # The paragraphs' lines move by those put in; the docstring's own line is near enough.
+    for _, part in markdown("\n".join(kept)):
+        yield first, part
+
+
+def literal(node: ast.AST | None) -> Iterator[str]:
+    """The texts that an expression can become, a value put in as one word, X."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.JoinedStr):
+        yield "".join(part.value if isinstance(part, ast.Constant) else "X" for part in node.values)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = [*literal(node.left)], [*literal(node.right)]
+        if left or right:
+            yield from (before + after for before in left or ["X"] for after in right or ["X"])
+    elif isinstance(node, ast.IfExp):
+        yield from literal(node.body)
+        yield from literal(node.orelse)
+
+
+def code(path: Path) -> Iterator[tuple[int, str]]:
+    """The paragraphs of a module: public docstrings, commands' help, messages of errors and warnings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = public().get(path.resolve(), set())
+
+    def texts(node: ast.AST, prefix: str) -> Iterator[tuple[int, str]]:
+        for child in ast.iter_child_nodes(node):
+            inner = prefix
+            if isinstance(child, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+                inner = f"{prefix}{child.name}."
+                owner = prefix.rstrip(".")
+                told = not child.name.startswith("_") and (inner.rstrip(".") in names or (owner and owner in names))
+                if (told or _command(child)) and (text := ast.get_docstring(child, clean=False)):
+                    yield from docstring(text, child.body[0].lineno)
+            elif isinstance(child, ast.Call):
+                yield from _help(child)
+                if ast.unparse(child.func) in ("warnings.warn", "warn"):
+                    yield from _messages(child)
+            elif isinstance(child, ast.Raise) and isinstance(child.exc, ast.Call):
+                yield from _messages(child.exc)
+            yield from texts(child, inner)
+
+    if text := ast.get_docstring(tree, clean=False):
+        yield from docstring(text, 1)
+    yield from texts(tree, "")
+
+
+def _command(node: ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef) -> bool:
+    return any(re.search(r"\.(command|callback)\b", ast.unparse(each)) for each in node.decorator_list)
+
+
+def _help(call: ast.Call) -> Iterator[tuple[int, str]]:
+    for keyword in call.keywords:
+        if keyword.arg in ("help", "short_help"):
+            yield from ((keyword.value.lineno, plain(text)) for text in literal(keyword.value))
+
+
+def _messages(call: ast.Call) -> Iterator[tuple[int, str]]:
+    for value in (*call.args, *(keyword.value for keyword in call.keywords)):
+        for text in literal(value):
+            yield from ((value.lineno, plain(line)) for line in text.split("\n") if line.strip())
+
+
+@functools.cache
+def public() -> dict[Path, set[str]]:
+    """The names that the reference of the site explains and those of the policies, by the file that defines them."""
+    spec = importlib.util.spec_from_file_location("site_build", ROOT / "docs" / "site" / "build.py")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    import kvlab
+    from kvlab.methods import registry
+
+    named = [f"kvlab.{name}" for names in (kvlab.__all__, *build.NAMES.values()) for name in names]
+    made = [*registry().values()]
+    for name in (*named, build.OPTIONS):
+        home, _, last = name.rpartition(".")
+        made.append(getattr(importlib.import_module(home), last))
+    found: dict[Path, set[str]] = {}
+    for each in made:
+        each = inspect.unwrap(each) if callable(each) else each
+        if inspect.isclass(each) or inspect.isfunction(each):
+            found.setdefault(Path(inspect.getsourcefile(each)).resolve(), set()).add(each.__qualname__)
+    for modules in build.MODULES.values():
+        for name in modules:
+            module = importlib.import_module(name)
+            own = {key for key, value in vars(module).items() if getattr(value, "__module__", None) == name}
+            found.setdefault(Path(module.__file__).resolve(), set()).update(own)
+    return found
+
+
+def passages(path: Path) -> Iterator[tuple[int, str]]:
+    """The paragraphs of a file with the lines at which they begin."""
+    if path.suffix == ".py":
+        yield from code(path)
+    elif path.suffix == ".ipynb":
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            if cell["cell_type"] == "markdown":
+                yield from markdown("".join(cell["source"]))
+    else:
+        yield from markdown(path.read_text(encoding="utf-8"))
+
+
+def problems(path: Path) -> list[Problem]:
+    """The long sentences and banned words of a file."""
+    found = []
+    for line, part in passages(path):
+        for sentence in sentences(part):
+            if (count := words(sentence)) > LONGEST:
+                found.append(Problem(line, "long", f"{count} words: {sentence}"))
+            if re.match(r"What\b(?!.*\?)", sentence):
+                found.append(Problem(line, "banned", f"banned: {NOUN_CLAUSE}: {sentence}"))
+            for hit in _BANNED.finditer(sentence):
+                why = [*BANNED.values()][int(str(hit.lastgroup)[1:])]
+                found.append(Problem(line, "banned", f"banned word: {hit[0]} (write: {why}): {sentence}"))
+    return found
+
+
+def files() -> list[str]:
+    """The files with texts that people read, from the project's root."""
+    found = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "notebooks").glob("*.ipynb")]
+    found += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "kvlab").rglob("*.py")]
+    return sorted(path.relative_to(ROOT).as_posix() for path in found)
+
+
+def allowed() -> dict[str, tuple[int, int]]:
+    """A file -> how many long sentences and how many banned words it may have."""
+    with ALLOWED.open(encoding="utf-8", newline="") as lines:
+        return {row["file"]: (int(row["long"]), int(row["banned"])) for row in csv.DictReader(lines)}
+
+
+def counts(path: str) -> tuple[int, int]:
+    """How many long sentences and how many banned words a file has."""
+    kinds = [problem.kind for problem in problems(ROOT / path)]
+    return kinds.count("long"), kinds.count("banned")
+
+
+def write() -> int:
+    """Lower the numbers in words.csv to those of today. A file with more problems than before is refused."""
+    before = allowed()
+    rows = [(path, *found) for path in files() if any(found := counts(path))]
+    more = [path for path, *found in rows if any(new > old for new, old in zip(found, before.get(path, (0, 0))))]
+    if more:
+        print(f"more problems than words.csv allows, which stays as it is: {', '.join(more)}")
+        return 1
+    with ALLOWED.open("w", encoding="utf-8", newline="") as lines:
+        csv.writer(lines, lineterminator="\n").writerows([("file", "long", "banned"), *rows])
+    print(f"{sum(row[1] for row in rows)} long sentences and {sum(row[2] for row in rows)} banned words are left")
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["--write"]:
+        return write()
+    found = 0
+    for path in arguments or files():
+        for problem in problems(ROOT / path):
+            print(f"{path}:{problem}")
+            found += 1
+    return int(found > 0)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main(sys.argv[1:]))
