@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 
 import pytest
 from support.paths import ROOT
@@ -26,6 +27,7 @@ NAMES = re.compile(
 
 @pytest.fixture(scope="module")
 def results():
+    sys.path.insert(0, str(SCRIPT.parent))  # as for a script that is run
     spec = importlib.util.spec_from_file_location("results", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -77,7 +79,7 @@ def test_readme_says_one_thing_of_each_paper_and_leads_to_its_page():
 def test_the_page_on_disagreements_names_the_models_that_are_kept(pages):
     text = pages[ROOT / "docs" / "disagreements.md"]
     kept = {subject.label for subject in subjects(snapshots.kept(ROOT / "docs" / "ledger"))}
-    assert kept == set(re.findall(r"^\* `([^`]+)`: ", text, re.MULTILINE))
+    assert kept == set(re.findall(r"^\| `([^`]+)` \| [^|]+ \| [\d, a-z]+ \| \d+, \d \|", text, re.MULTILINE))
 
 
 def test_a_number_that_was_changed_by_hand_is_written_anew(results, pages, tmp_path, monkeypatch):
