@@ -24,7 +24,7 @@ from support.servers import environment, free_port
 
 from kvlab.errors import KvlabError
 from kvlab.workbench.jobs import launch
-from kvlab.workbench.store import database
+from kvlab.workbench.store import database, findings_table
 
 pytestmark = pytest.mark.roundtrip
 
@@ -129,7 +129,7 @@ def check_what_many_processes_wrote():
     for run in found:
         number, one = int(run.data.params["number"]), int(run.data.params["one"])
         assert run.info.status == "FINISHED"
-        assert run.data.metrics == {f"m{i}": 1000 * number + 100 * one + i for i in range(METRICS)}
+        assert findings_table.numbers(run) == {f"m{i}": 1000 * number + 100 * one + i for i in range(METRICS)}
         assert [file.path for file in client.list_artifacts(run.info.run_id, "tables")] == [
             "tables/rows.json",
             "tables/rows.parquet",

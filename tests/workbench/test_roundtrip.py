@@ -21,7 +21,7 @@ from kvlab.errors import KvlabError
 from kvlab.workbench.jobs import launch
 from kvlab.workbench.jobs.sweep import TRIES
 from kvlab.workbench.report import page as report
-from kvlab.workbench.store import database
+from kvlab.workbench.store import database, findings_table
 
 pytestmark = pytest.mark.roundtrip
 
@@ -36,7 +36,8 @@ def test_a_sweep_is_logged_skipped_and_reported(project, console):
     assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
     by_id = {child.info.run_id: child for child in children}
     child = by_id[first[1].run_id]
-    assert child.data.metrics == {
+    assert child.data.metrics == {"reduction/0.20": 0.62}
+    assert findings_table.numbers(child) == {
         "reduction/0.20": 0.62,
         "reduction/0.20/low": pytest.approx(0.57),
         "reduction/0.20/high": pytest.approx(0.67),
