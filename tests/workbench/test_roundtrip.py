@@ -47,6 +47,14 @@ def test_a_sweep_is_logged_skipped_and_reported(project, console):
     assert tags["kvlab.key"] == first[1].job.key and tags["kvlab.profile"] == "quick" and tags["seed"] == "0"
     assert tags["kvlab.version"] and float(tags["kvlab.seconds"]) > 0
     assert artifacts(child) == ARTIFACTS
+
+    history = database.client().get_metric_history(parent.info.run_id, "reduction/0.20")
+    assert sorted((each.step, each.value) for each in history) == [(1, 0.55), (2, 0.62)]
+    assert parent.data.metrics.keys() == child.data.metrics.keys() and "figures/curve.png" in artifacts(parent)
+    counted = [{key: int(n) for key, n in run.data.tags.items() if key.startswith("verdict.")} for run in children]
+    assert len(counted[0]) > 3 and counted[0]["verdict.holds"] >= 1
+    for key in counted[0]:
+        assert int(parent.data.tags[key]) == sum(of_job[key] for of_job in counted)
     page = Path(database.client().download_artifacts(child.info.run_id, "notebook/toy.html")).read_text()
     assert not re.search(r'(src|href)="(https?:|")', page) and "0.62" in page
     assert list((project / "mlruns" / "work").iterdir()) == []

@@ -24,6 +24,7 @@ PLAYERS = ("policy", "method", "variant")
 """Keys of effects that name who is measured: a curve belongs to one of them."""
 CURVES = "over"
 MOST = 12  # headline metrics of a run: what fits MLflow's first screen
+VERDICT = "verdict."  # how the tags with counts of verdicts begin
 DIGEST = 36  # characters, the most that MLflow stores
 
 
@@ -132,4 +133,4 @@ def datasets(signature: str) -> list[DatasetInput]:
 def verdicts(found: Iterable[str]) -> dict[str, str]:
     """Tags with the number of claims of each verdict, such as `verdict.fails`: "2"."""
     counted = Counter(found)
-    return {f"verdict.{state.replace(' ', '_')}": str(counted[state]) for state in papers.VERDICTS}
+    return {f"{VERDICT}{state.replace(' ', '_')}": str(counted[state]) for state in papers.VERDICTS}
