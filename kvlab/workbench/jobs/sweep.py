@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
+from kvlab.lib import progress_bars
 from kvlab.lib.files import first_line, why
 from kvlab.workbench import project
 from kvlab.workbench.experiments import ORDINARY, Job, content_key
@@ -21,7 +22,7 @@ from kvlab.workbench.jobs.executors import LOG, RESULT, Place
 from kvlab.workbench.jobs.interrupts import asked_to_stop
 from kvlab.workbench.jobs.parent_run import ParentRun
 from kvlab.workbench.jobs.progress import Progress
-from kvlab.workbench.jobs.running_job import Result, Running, cells_done, keep_copy, last_words
+from kvlab.workbench.jobs.running_job import PROGRESS, Result, Running, far, keep_copy, last_words
 from kvlab.workbench.store import database, run_index, tracking
 
 if TYPE_CHECKING:
@@ -288,6 +289,7 @@ class Sweep:
             "MLFLOW_RUN_ID": run.id,
             "MLFLOW_TRACKING_URI": database.store_uri(),
             "KVLAB_ROOT": str(project.root()),
+            progress_bars.NOTE: str(folder / PROGRESS),
         }
         return Running(job, number, run, self.place.start(spec, folder, environment), folder)
 
@@ -319,7 +321,7 @@ class Sweep:
             return True
         if elapsed - running.glanced > GLANCE:
             running.glanced = elapsed
-            self.progress.note(running.number, cells_done(running.output))
+            self.progress.note(running.number, far(running))
         return False
 
     def _end(self, running: Running) -> None:
