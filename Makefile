@@ -50,7 +50,7 @@ check: lint  ## lint, and the tests of what has changed since the last commit: b
 coverage: pull browser  ## the unit tests, with the share of the package's lines that they run
 	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered tests
 
-results: $(STAMP)  ## the tables and sentences of README and docs/ on results, from the kept ledgers
+results: $(STAMP)  ## the tables and sentences of README and docs/, from the kept ledgers
 	@$(BIN)/python docs/site/results.py
 
 docs: $(STAMP)  ## the documentation's site, in build/docs/html: a warning fails it

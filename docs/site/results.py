@@ -1,6 +1,7 @@
 """Write the results that README and pages of docs/ show, from the kept ledgers: `make results`.
 
-A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. All else in a page stays as it is.
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. `claim_tables` and `task_tables` have marks of
+their own. All else in a page stays as it is.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
+
+import claim_tables
+import task_tables
 
 from kvlab import papers
 from kvlab.inputs.models import DEFAULT
@@ -23,17 +27,26 @@ from kvlab.workbench.report.paper_summary import quoted, standings
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "docs" / "ledger"
-PAGES = ("README.md", "docs/results.md", "docs/disagreements.md")
+PAGES = (
+    "README.md",
+    "docs/results.md",
+    "docs/disagreements.md",
+    "docs/tasks.md",
+    *(f"docs/disagreements/{paper.name}.md" for paper in papers.papers()),
+)
 PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def pages() -> dict[Path, str]:
     """Each page with its parts as the ledgers have them. Raises KeyError for a part that nothing here makes."""
     made = parts()
-    return {
-        path: PART.sub(lambda part: f"{part[1]}\n{made[part[2]]}\n\n{part[3]}", path.read_text(encoding="utf-8"))
-        for path in (ROOT / page for page in PAGES)
-    }
+    every = snapshots.kept(KEPT)
+    order = subjects(every)
+    found = {}
+    for path in (ROOT / page for page in PAGES):
+        text = PART.sub(lambda part: f"{part[1]}\n{made[part[2]]}\n\n{part[3]}", path.read_text(encoding="utf-8"))
+        found[path] = task_tables.fill(claim_tables.fill(text, every, order), KEPT)
+    return found
 
 
 def parts() -> dict[str, str]:
@@ -58,11 +71,16 @@ def parts() -> dict[str, str]:
         "quoted": _quoted(default),
         "timings": _timings(default),
         "across": _across(every, order),
+        "across_names": claim_tables.across(every, order),
         "trends": _trends(every, order),
+        "nearer": claim_tables.nearer(every, order),
         "flips": "\n\n".join(stability.sentences(stability.read(KEPT))),
+        "flipping": claim_tables.flipping(stability.read(KEPT)),
         "profiles": _profiles(both),
+        "moved": claim_tables.moved(_by_profile(order)),
         "stand_ins": _stand_ins(stand_ins.read(KEPT), order),
         "weighed": _weighed(every),
+        **task_tables.parts(KEPT),
     }
 
 
@@ -149,6 +167,24 @@ def _profiles(both: Sequence[tuple[Entry, Entry]]) -> str:
     changed = Counter((quick.state, full.state) for quick, full in both if quick.state != full.state)
     rows = sorted(changed.items(), key=lambda pair: (STATES.index(pair[0][0]), STATES.index(pair[0][1])))
     return _table(["quick profile", "full profile", "claims"], [(*states, count) for states, count in rows])
+
+
+def _by_profile(order: Sequence[Subject]) -> dict[str, dict[str, dict[str, Entry]]]:
+    """Model -> profile -> claim -> its entry, of the models that have lines of both profiles."""
+    found: dict[str, dict[str, dict[str, Entry]]] = {}
+    for subject in order:
+        every = {
+            profile: {
+                entry.claim.id: entry
+                for entry in snapshots.kept(KEPT, subject.name, profile)
+                if entry.measured and entry.origin.profile == profile
+            }
+            for profile in ("quick", "full")
+            if any(line.origin.profile == profile for line in snapshots.every(KEPT, subject.name))
+        }
+        if len(every) == 2:
+            found[subject.label] = every
+    return found
 
 
 def _stand_ins(of_models: Mapping[str, Predictions], order: Sequence[Subject]) -> str:

@@ -1,0 +1,193 @@
+"""Tables and numbers of the claims that a page names, from the kept ledgers.
+
+    <!-- claims -->                    a table of all claims named above this mark, since the last heading or table
+    <!-- value CLAIM MODEL -->         the value on a model with its interval, inside a sentence
+
+Both end at `<!-- end -->`. A name between backticks names a claim; `NAME*` names all claims that begin so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from kvlab import papers
+from kvlab.render.phrases import listed, number
+from kvlab.render.sentences import ours
+from kvlab.workbench.report import model_agreement, model_trends, stability
+from kvlab.workbench.report.ledger import UNTESTED, Entry
+from kvlab.workbench.report.ledger_models import Subject
+
+CLAIMS = re.compile(r"(<!-- claims -->\n).*?(<!-- end -->)", re.DOTALL)
+VALUE = re.compile(r"(<!-- value ([\w.]+) ([\w.-]+) -->).*?(<!-- end -->)", re.DOTALL)
+MADE = re.compile(r"<!-- (?:generated|claims|scores|value)\b.*?<!-- end -->", re.DOTALL)
+HEADING = re.compile(r"^##+ .*$", re.MULTILINE)
+NAME = re.compile(r"`([a-z]\w*\.\w[\w.]*\*?)`")
+OF_THE_PAPER = ("recomputed", "identity", "example")
+"""Kinds of claims that no model changes."""
+MOVES = ("findings", "questions")
+"""The groups of claims that a longer profile may decide otherwise."""
+
+
+def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def fill(text: str, every: Sequence[Entry], order: Sequence[Subject]) -> str:
+    """A page with its tables of claims and its values as the ledgers have them.
+
+    Raises:
+        KeyError: a value is of a claim or of a model that is not kept.
+    """
+    rows: dict[str, dict[str, Entry]] = {}
+    labels = {subject.name: subject.label for subject in order}
+    for entry in every:
+        rows.setdefault(entry.claim.id, {})[labels[entry.model]] = entry
+
+    def value(found: re.Match[str]) -> str:
+        return f"{found[1]}{ours(rows[found[2]][found[3]].verdict)}{found[4]}"
+
+    def of_section(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{_claims(named(text[: found.start()], rows), rows)}\n\n{found[2]}"
+
+    return VALUE.sub(value, CLAIMS.sub(of_section, text))
+
+
+def named(above: str, known: Iterable[str]) -> list[str]:
+    """The claims that a text names since its last heading or table of claims, in its order, each once."""
+    section = CLAIMS.split(HEADING.split(above)[-1])[-1]
+    names = NAME.findall(MADE.sub("", section))
+    return list(
+        dict.fromkeys(
+            claim
+            for name in names
+            for claim in known
+            if claim == name or (name.endswith("*") and claim.startswith(name[:-1]))
+        )
+    )
+
+
+def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]]) -> str:
+    entries = {name: rows[name] for name in names}
+    first = {name: next(iter(mine.values())) for name, mine in entries.items()}
+    printed = [name for name in names if first[name].claim.kind in OF_THE_PAPER]
+    untested = [name for name in names if first[name].state == UNTESTED]
+    measured = [name for name in names if name not in (*printed, *untested)]
+    parts = []
+    if measured:
+        models = list(entries[measured[0]])
+        lines = [
+            [f"`{name}`", _says(first[name]), *(_cell(entries[name][model]) for model in models)] for name in measured
+        ]
+        parts.append(table(["claim", f"what {models[0]} says", *models], lines))
+    if printed:
+        lines = [
+            [f"`{name}`", claim.where, _printed(claim), ours(entry.verdict), entry.state]
+            for name, claim, entry in ((name, first[name].claim, first[name]) for name in printed)
+        ]
+        parts.append(table(["claim, without a model", "where", "the paper prints", "worked out", "verdict"], lines))
+    if untested:
+        lines = [[f"`{name}`", _about(first[name].claim), _short(first[name].claim.untested)] for name in untested]
+        parts.append(table(["claim, not tested here", "what is compared", "why"], lines))
+    return "\n\n".join(parts)
+
+
+def _says(entry: Entry) -> str:
+    """The claim's sentence for this verdict, with the unit of our number; else what is compared."""
+    claim, phrases = entry.claim, entry.claim.phrases
+    if phrases is None or entry.state == papers.UNMEASURED:
+        return _about(claim)
+    if entry.state == papers.UNDECIDED:
+        said = phrases.undecided
+    else:
+        said = phrases.missed if entry.state == papers.FAILS else phrases.met
+    return said if claim.unit_is_papers or not claim.unit else f"{said} ({claim.unit})"
+
+
+def _about(claim: papers.Claim) -> str:
+    what = claim.finding or claim.where
+    return what if claim.unit_is_papers or not claim.unit else f"{what} ({claim.unit})"
+
+
+def _short(reason: str) -> str:
+    """The first sentence of a reason, on one line."""
+    return re.split(r"(?<=[.;])\s", " ".join(reason.split()))[0].rstrip(".;")
+
+
+def _printed(claim: papers.Claim) -> str:
+    return number(claim.paper_value) if claim.comparable else number(None)
+
+
+def _cell(entry: Entry) -> str:
+    if entry.state == papers.UNMEASURED:
+        return entry.state
+    return f"{entry.state}: {ours(entry.verdict)}"
+
+
+# ------------------------------------------------------------------------------------- lists across models and profiles
+
+
+def across(every: Sequence[Entry], order: Sequence[Subject]) -> str:
+    """The names of the findings that stand alike on all models, or turn between them."""
+    found = model_agreement.across(every, order)
+    parts = []
+    for kind in model_agreement.KINDS:
+        by_paper: dict[str, list[str]] = {}
+        for finding in found.get(kind, ()) if kind != model_agreement.OPEN else ():
+            by_paper.setdefault(finding.paper, []).append(_standing(finding, kind))
+        if by_paper:
+            lines = [f"* {paper}: {'; '.join(names)}" for paper, names in by_paper.items()]
+            parts.append("\n".join([f"These {kind}:", "", *lines]))
+    return "\n\n".join(parts)
+
+
+def _standing(finding: model_agreement.Finding, kind: str) -> str:
+    """Its name; with its states where it turns, and with its models where not all measured it."""
+    if kind in model_agreement.TURNING:
+        return f"{finding.name} ({', '.join(f'{label}: {state}' for label, state in finding.stands.items())})"
+    return finding.name if finding.everywhere else f"{finding.name} (on {listed(list(finding.stands))})"
+
+
+def nearer(every: Sequence[Entry], order: Sequence[Subject]) -> str:
+    """The claims on findings whose value comes nearer to the printed one, or moves away from it, as models grow."""
+    rows = [row for row in model_trends.rows(every, order) if row.group == "findings"]
+    ways = (model_trends.TOWARDS, model_trends.AWAY)
+    lines = [
+        [
+            f"`{row.claim.id}`",
+            _about(row.claim),
+            _printed(row.claim),
+            *(ours(entry.compared.verdict) for entry in row.entries),
+            row.trend,
+        ]
+        for row in rows
+        if row.trend in ways
+    ]
+    return table(["claim", "what is compared", "printed", *(each.label for each in order), "as models grow"], lines)
+
+
+def moved(of_profiles: Mapping[str, Mapping[str, Mapping[str, Entry]]]) -> str:
+    """The claims whose verdict is another one by the full profile, model by model.
+
+    Args:
+        of_profiles: model -> profile -> claim -> its entry.
+    """
+    changed: dict[tuple[str, str, str], list[str]] = {}
+    for model, profiles in of_profiles.items():
+        quick, full = profiles["quick"], profiles["full"]
+        for name in quick.keys() & full.keys():
+            states = quick[name].state, full[name].state
+            if states[0] != states[1] and quick[name].group in MOVES:
+                changed.setdefault((model, *states), []).append(f"`{name}`")
+    lines = [(model, *states, ", ".join(sorted(names))) for (model, *states), names in sorted(changed.items())]
+    return table(["model", "quick profile", "full profile", "claims"], lines)
+
+
+def flipping(found: Iterable[stability.Stability]) -> str:
+    """The quoted findings whose verdict flips with a seed or with texts."""
+    states: Callable[[stability.Stability], str] = lambda one: ", ".join(  # noqa: E731
+        dict.fromkeys(cell.verdict for cell in one.cells)
+    )
+    lines = [[one.finding, one.count, states(one)] for one in found if one.flips]
+    return table(["finding", "runs that flip", "verdicts, the first run's first"], lines)
