@@ -22,7 +22,7 @@ CODE = re.compile(r"```.*?```", re.DOTALL)
 LONGEST, WIDEST = 130, 80
 # Names, versions, dates and addresses have digits that no run can change.
 NAMES = re.compile(
-    r"SmolLM2|Qwen2\.5|Gemma 3|\d+(?:\.\d+)?[MB]\b|Python 3\.\d+|Apache-2\.0|"
+    r"SmolLM2|(?:Qwen|Phi-|OLMo |Llama |Gemma )\d(?:\.\d)?|\d+(?:\.\d+)?[MB]\b|Python 3\.\d+|Apache-2\.0|"
     r"\d+ [A-Z][a-z]+ 20\d\d|`[^`\n]*`|\]\([^)]*\)|https?://\S+"
 )
 
