@@ -10,27 +10,32 @@ import base64
 import html
 import importlib
 import inspect
+import json
 import re
 import shutil
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import nbformat
 import typer
+import yaml
 
 import kvlab
-from kvlab import papers
-from kvlab.inputs.models.catalogue import DEFAULT
+from kvlab import cli, papers
+from kvlab.inputs.models.catalogue import DEFAULT, MODELS
 from kvlab.methods import registry
 from kvlab.papers.claim import Claim
 from kvlab.workbench.report import snapshots, stability
 from kvlab.workbench.report.ledger import Entry
 from kvlab.workbench.report.ledger_models import subjects
 from kvlab.workbench.report.model_agreement import across
+from kvlab.workbench.report.paper_summary import quoted
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+DOORS = ("learn", "do", "understand", "look_up")
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 # What the public names take and give, what a policy or a task of one's own meets, and what else people import by name.
 NAMES = {
@@ -74,6 +79,13 @@ NAMES = {
 }
 # A function returns these; nobody else makes one, so that the page leaves out how.
 RETURNED = {"attribution.results.Attribution", "methods._base.indexer_reads.IndexerReads"}
+# The notebooks whose findings the start page shows: one of each paper, and one on tasks.
+SIX = (
+    *("dapq_position_vs_content", "morphkv_long_responses", "rocketkv_budgets", "zsmerge_error_curves"),
+    *("compilerkv_budgets", "tasks_at_small_budgets"),
+)
+LONGEST_TEXT = 20_000  # of a page, for the search's excerpts: characters
+BAR = "\\|"  # within a table of Markdown
 OPTIONS = "kvlab.traces.recording.Options"
 ALIASES = [
     *("kvlab.traces.recording.OnePrompt", "kvlab.traces.recording.SeveralPrompts", "kvlab.replays.run.OneTrace"),
@@ -106,10 +118,45 @@ def stage(source: Path) -> None:
     (source / "README.md").write_text(_licence_inside(source / "README.md"), encoding="utf-8")
     _join(source / "docs" / "policies.md", registry())
     _join(source / "docs" / "disagreements.md", [paper.name for paper in papers.papers()])
-    (source / "notebooks.md").write_text(_notebooks(), encoding="utf-8")
+    (source / "commands.md").write_text(_commands(), encoding="utf-8")
     (source / "gallery.md").write_text(_gallery(source / "gallery"), encoding="utf-8")
+    (source / "notebooks.md").write_text(_notebooks(source / "gallery"), encoding="utf-8")
     (source / "ledger.md").write_text(_ledger(), encoding="utf-8")
-    (source / "reference.md").write_text(_reference(), encoding="utf-8")
+    _reference(source)
+    _doors(source)
+    index = (source / "index.md").read_text(encoding="utf-8")
+    cards = "\n".join(_card(name, source / "gallery") for name in SIX)
+    index = index.replace("<!-- findings -->", f"::::{{grid}} 1 2 2 3\n:gutter: 2\n\n{cards}\n::::")
+    index = index.replace("<!-- live -->", _live(source / "static"))
+    (source / "index.md").write_text(index, encoding="utf-8")
+
+
+def _live(static: Path) -> str:
+    """A page of the explorer in a frame, for screens wide enough. Empty where the default model has not been pulled."""
+    if not MODELS[DEFAULT].folder.is_dir():
+        return ""
+    lm = kvlab.load(DEFAULT, device="cpu")
+    trace = kvlab.capture(lm, kvlab.document("sotu/1962").window(lm, 600), new_tokens=8, policies=["dapq"])
+    explorer = kvlab.explore(trace, "snapkv", "dapq", budget=64)
+    explorer.save(static / "explorer.html", policies=["snapkv", "dapq", "streamingllm"], budgets=[64])
+    return '<iframe class="live" src="_static/explorer.html" title="The explorer, live" loading="lazy"></iframe>'
+
+
+def _doors(source: Path) -> None:
+    """Make the pages in each door's table its navigation. A page without a door joins the last table."""
+    named = set()
+    for door in DOORS:
+        page = source / f"{door}.md"
+        text = page.read_text(encoding="utf-8")
+        if door == DOORS[-1]:
+            for path in sorted((source / "docs").glob("*.md")):
+                if path.stem not in named and f"](docs/{path.name})" not in text:
+                    title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+                    text += f"| [{title}](docs/{path.name}) | |\n"
+        found = re.findall(r"\[([^\]]+)\]\((\S+)\.md\)", text)
+        named |= {Path(name).name for _, name in found}
+        entries = "\n".join(f"{title} <{name}>" for title, name in found)
+        page.write_text(f"{text}\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n", encoding="utf-8")
 
 
 def _join(page: Path, names: Iterable[str]) -> None:
@@ -122,14 +169,104 @@ def _join(page: Path, names: Iterable[str]) -> None:
 def _licence_inside(page: Path) -> str:
     """A page whose links to files that are no pages are plain words."""
     text = page.read_text(encoding="utf-8")
+    text = re.sub(r"\A# kvlab\n", "# README: kvlab on one page\n", text)  # the start page has the name alone
     return re.sub(r"\[([^\]]+)\]\((?!https?:|#)[^)#]*(?<!\.md)(?<!\.png)(?<!\.svg)\)", r"\1", text)
 
 
-def _notebooks() -> str:
-    names = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+def _experiment(name: str) -> dict:
+    """The experiment of a notebook: that of its name, without the number that some notebooks begin with."""
+    stem = re.sub(r"^\d+_", "", name)
+    return yaml.safe_load((ROOT / "experiments" / f"{stem}.yaml").read_text(encoding="utf-8"))
+
+
+@cache
+def _findings() -> dict[str, str]:
+    """Experiment -> a sentence on its most quoted finding on the default model, as the kept ledger has it."""
+    entries = snapshots.read(ROOT / "docs" / "ledger" / f"{DEFAULT}.csv")
+    wanted = [name for paper in papers.papers() for name in paper.quoted]
+    of_experiment: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if entry.claim.kind == "finding" and entry.claim.experiment:
+            of_experiment.setdefault(entry.claim.experiment, []).append(entry)
+    found = {}
+    for name, mine in of_experiment.items():
+        facts = dict.fromkeys(entry.claim.fact[1] for entry in mine)
+        order = [fact for fact in wanted if fact in facts] + [fact for fact in facts if fact not in wanted]
+        if sentences := quoted(mine, DEFAULT, order):
+            found[name] = sentences[0]
+    return found
+
+
+def _notebooks(gallery: Path) -> str:
+    """Each notebook with its first figure, its finding by the kept ledger, and how long it runs."""
+    paths = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    cards = "\n".join(_card(path.stem, gallery) for path in paths)
+    names = "\n".join(f"notebooks/{path.stem}" for path in paths)
+    return f"""# Notebooks
+
+After this page you know what each notebook finds, and how long it runs.
+
+A card shows a notebook's first figure, its most quoted finding, and the time of its quick profile on two cores.
+Findings are of SmolLM2-135M, computed from the kept ledger. A notebook without judged claims names its subject.
+`kvlab run NAME` runs one.
+
+::::{{grid}} 1 2 2 3
+:gutter: 2
+
+{cards}
+::::
+
+```{{toctree}}
+:hidden:
+
+{names}
+```
+"""
+
+
+def _title(path: Path) -> str:
+    """The first heading of a notebook."""
+    cells = nbformat.read(path, as_version=4).cells
+    return next(found[1] for cell in cells if (found := re.search(r"^#+ (.+)$", cell.source, re.MULTILINE)))
+
+
+def _card(name: str, gallery: Path) -> str:
+    """A notebook as a card: its first figure, its finding or its subject, and its time."""
+    experiment = _experiment(name)
+    seconds = experiment["profiles"]["quick"].get("seconds", 0)
+    title = _title(ROOT / "notebooks" / f"{name}.ipynb")
+    first = min(gallery.glob(f"{name}-*.png"), key=lambda path: int(path.stem.rpartition("-")[2]))
+    words = _findings().get(name) or experiment["description"].strip()
+    time = f"{seconds} s" if seconds < 100 else f"{seconds / 60:.0f} min"
     return (
-        "# Notebooks\n\n```{toctree}\n:maxdepth: 1\n\n" + "\n".join(f"notebooks/{name}" for name in names) + "\n```\n"
+        f":::{{grid-item-card}} {title}\n:img-top: gallery/{first.name}\n:img-alt: First figure of {title}\n"
+        f":link: notebooks/{name}\n:link-type: doc\n:footer: {time if seconds else 'under a minute'}\n\n{words}\n:::"
     )
+
+
+def _commands() -> str:
+    """Each command with its arguments, options and examples, from its own help."""
+    parts = ["# Commands", "", "After this page you know each command of `kvlab`, with its options and examples.", ""]
+    group = typer.main.get_command(cli.app)
+    shelves: dict[str, list[str]] = {}
+    for name, command in group.commands.items():
+        context = command.make_context(name, [], parent=None, resilient_parsing=True)
+        rows = [param.get_help_record(context) for param in command.get_params(context) if param.name != "help"]
+        table = [f"| `{shown.replace('|', BAR)}` | {_plain(what)} |" for shown, what in filter(None, rows)]
+        usage = " ".join(["kvlab", name, *command.collect_usage_pieces(context)])
+        mine = [f"### kvlab {name}", "", _plain(inspect.cleandoc(command.help or "")), "", "```text", usage, "```", ""]
+        mine += ["| | |", "|---|---|", *table, ""] if table else []
+        if command.epilog:
+            mine += ["```text", command.epilog.removeprefix("Examples:").strip("\n"), "```", ""]
+        shelves.setdefault(command.rich_help_panel, []).extend(mine)
+    for shelf, mine in shelves.items():
+        parts += [f"## {shelf}", "", *mine]
+    return "\n".join(parts)
+
+
+def _plain(text: str) -> str:
+    """A text as it stands in Markdown, also in a cell of a table; code between backticks stays."""
+    return re.sub(r"(`[^`]*`)|<", lambda found: found[1] or "&lt;", text).replace("|", BAR)
 
 
 def _gallery(folder: Path) -> str:
@@ -203,7 +340,7 @@ def _ledger() -> str:
         said = f"<b>{html.escape(entry.state)}</b>{value}{flips(entry)}{many}{genres}"
         if verdict.why:
             said = f"<details><summary>{said}</summary><small>{html.escape(verdict.why)}</small></details>"
-        return f'<td data-head="{html.escape(model)}">{said}</td>'
+        return f'<td data-head="{html.escape(model)}" data-verdict="{html.escape(entry.state)}">{said}</td>'
 
     def marks(claim: Claim) -> str:
         found = {f"verdict{number}": states[model][claim.id].state for number, model in enumerate(states)}
@@ -227,14 +364,19 @@ def _ledger() -> str:
         f"{''.join(f'<li>{html.escape(str(finding))}</li>' for finding in found)}</ul></details>"
         for kind, found in agreement.items()
     )
+    turn = (
+        '<p class="turn"><button type="button" data-step="-1">Previous</button> <span></span> '
+        '<button type="button" data-step="1">Next</button></p>'
+    )
     heads = "".join(f"<th>{html.escape(model)}</th>" for model in states)
     return f"""# Ledger
 
-Every claim of the five papers that kvlab knows: what it says, the number that the paper prints, and what was measured
-here, with 95 % intervals and the verdict. Open a verdict to read which comparison was made. These are the kept runs
-of `docs/ledger/`; `kvlab reproduce` gives each claim its verdict on your machine, and
-[Claims and verdicts](docs/claims.md) says by what rules. The address holds what you narrow the table to, and a claim's
-id leads to its row: both can be linked.
+After this page you know the verdict on any claim of the five papers, and can link to it.
+
+A row holds the claim, the paper's number, and our number on each model with its 95 % interval and verdict. Open a
+verdict to read the comparison. The numbers are the kept runs of `docs/ledger/`. `kvlab reproduce` measures the same on
+your machine. [Claims and verdicts](docs/claims.md) has the rules. The address of this page holds your filters. A
+claim's id leads to its row.
 {flipping}
 Of the {sum(map(len, agreement.values()))} findings that several models measured:
 
@@ -247,11 +389,13 @@ Of the {sum(map(len, agreement.values()))} findings that several models measured
 <label>Words <input data-filter="words" name="words" type="search" placeholder="snapkv recall"></label>
 </div>
 <p id="count"></p>
+{turn}
 <table id="ledger-of-claims"><thead><tr>
 <th>It says</th><th>Paper</th>{heads}<th>Notebook</th>
 </tr></thead><tbody>
 {rows}
 </tbody></table>
+{turn}
 """
 
 
@@ -266,24 +410,43 @@ def _notebook_link(experiment: str | None) -> str:
     return f'<a href="notebooks/{experiment}.html">{experiment.replace("_", "_<wbr>")}</a>'
 
 
-def _reference() -> str:
-    """Every name that `kvlab` hands on, the names that people use besides, then whole modules."""
-    public = [name for name in kvlab.__all__ if not name.startswith("_")]
-    parts = ["# Reference", "", "## kvlab", ""]
-    for name in sorted(public, key=str.lower):
-        parts += _explained(f"kvlab.{name}")
-    parts += ["```{eval-rst}", f".. autoclass:: {OPTIONS}", "   :members:", "   :undoc-members:", "```", ""]
-    for alias in ALIASES:
-        parts += _explained(alias)
-    for title, names in NAMES.items():
-        parts += [f"## {title}", ""]
+def _reference(source: Path) -> None:
+    """A page for each public name and for each module that people use whole, and a page that lists them."""
+    folder = source / "reference"
+    folder.mkdir()
+    public = sorted((name for name in kvlab.__all__ if not name.startswith("_")), key=str.lower)
+    shelves = {"kvlab": public, **NAMES}
+    parts = ["# Python reference", "", "After this page you can find the page of any public name.", ""]
+    for title, names in shelves.items():
+        parts += [f"## {title}", "", "| | |", "|---|---|"]
         for name in names:
-            parts += _explained(f"kvlab.{name}")
+            parts.append(_listed(f"kvlab.{name}", folder, "\n".join(_explained(f"kvlab.{name}"))))
+        parts.append("")
+    parts += ["## Types in signatures", "", "| | |", "|---|---|"]
+    options = "\n".join(["```{eval-rst}", f".. autoclass:: {OPTIONS}", "   :members:", "   :undoc-members:", "```"])
+    parts.append(_listed(OPTIONS, folder, options))
+    parts += [_listed(alias, folder, "\n".join(_explained(alias))) for alias in ALIASES]
+    parts += ["", "## Modules", "", "| | |", "|---|---|"]
     for title, modules in MODULES.items():
-        parts += [f"## {title}", ""]
         for module in modules:
-            parts += ["```{eval-rst}", f".. automodule:: {module}", "   :members:", "", "```", ""]
-    return "\n".join(parts)
+            text = "\n".join(["```{eval-rst}", f".. automodule:: {module}", "   :members:", "```"])
+            parts.append(_listed(module, folder, text, title))
+    pages = "\n".join(f"reference/{path.stem}" for path in sorted(folder.glob("*.md")))
+    parts += ["", "```{toctree}", ":hidden:", "", pages, "```", ""]
+    (source / "reference.md").write_text("\n".join(parts), encoding="utf-8")
+
+
+def _listed(name: str, folder: Path, text: str, what: str = "") -> str:
+    """Write the page of a name, and return its row in the list of all."""
+    home, _, last = name.rpartition(".")
+    # A function may have the name of a folder beside it, which an import of that name would find first.
+    made = getattr(importlib.import_module(home), last, None) or importlib.import_module(name)
+    # Small letters alone would not tell `Policy` from `policy` on every disk.
+    page = f"{name}-class" if isinstance(made, type) else name
+    (folder / f"{page}.md").write_text(f"# {name}\n\n{text}\n", encoding="utf-8")
+    documented = isinstance(made, type) or inspect.isroutine(made) or inspect.ismodule(made)
+    first = (inspect.getdoc(made) or "").partition("\n\n")[0] if documented else ""
+    return f"| [{name}](reference/{page}.md) | {what or _plain(' '.join(first.split()))} |"
 
 
 def _explained(name: str) -> list[str]:
@@ -300,6 +463,21 @@ def _explained(name: str) -> list[str]:
     return ["```{eval-rst}", f".. {directive}:: {name}{signature}", options, "```", ""]
 
 
+def _excerpts(pages: Path) -> None:
+    """Write the text of each page for the search's excerpts. A page opened from a file may not fetch other pages."""
+    texts = {}
+    for path in pages.rglob("*.html"):
+        name = path.relative_to(pages).with_suffix("").as_posix()
+        if name.split("/")[0] in ("_static", "_modules") or name in ("genindex", "py-modindex", "search"):
+            continue
+        article = path.read_text(encoding="utf-8").partition("<article")[2].partition("</article>")[0]
+        body = re.sub(r"<(script|style|svg)\b.*?</\1>", " ", article, flags=re.DOTALL)
+        plain = html.unescape(re.sub(r"<[^>]+>", " ", body.partition("</h1>")[2]))
+        texts[name] = " ".join(plain.split())[:LONGEST_TEXT]
+    said = json.dumps(texts, ensure_ascii=False)
+    (pages / "_static" / "excerpts.js").write_text(f"window.kvlabTexts = {said};\n", encoding="utf-8")
+
+
 def main(out: Path = ROOT / "build" / "docs") -> None:
     """Build the site into OUT/html. A warning is an error.
 
@@ -313,6 +491,7 @@ def main(out: Path = ROOT / "build" / "docs") -> None:
     options = ["-b", "html", "-W", "--keep-going", "-q", "-E", "-d", str(out / "doctrees")]
     code = sphinx([*options, str(source), str(out / "html")])
     if code == 0:
+        _excerpts(out / "html")
         typer.echo(f"the site is in {out / 'html'}; open {out / 'html' / 'index.html'}")
     sys.exit(code)
 

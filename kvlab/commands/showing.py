@@ -1,4 +1,4 @@
-"""Pages to look at: MLflow's UI, JupyterLab."""
+"""Pages to look at: MLflow's UI, JupyterLab; runs for others to look at."""
 
 from __future__ import annotations
 
@@ -38,6 +38,27 @@ def ui(port: Port = 5000) -> None:
         except KeyboardInterrupt:
             return
     server.complain()
+
+
+@app.command(
+    "push-runs", epilog="Examples:   kvlab push-runs http://team:5000   |   kvlab push-runs http://team:5000 quickstart"
+)
+def push_runs(
+    uri: Annotated[str, typer.Argument(metavar="URI", help="The other store: a server's address, or sqlite:///FILE.")],
+    experiments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[EXPERIMENT]...", help="Only runs of these (default: all).", show_default=False),
+    ] = None,
+) -> None:
+    """Copy finished runs into another MLflow store. No run is copied twice, and an interrupted copy goes on."""
+    extras.need()
+    from kvlab.lib.addresses import without_password
+    from kvlab.workbench.store import pushing
+
+    pushed = pushing.push(uri, experiments or [])
+    runs = "1 run" if pushed.copied == 1 else f"{pushed.copied} runs"
+    there = f", {pushed.there} there already" if pushed.there else ""
+    typer.echo(f"{runs} copied to {without_password(uri)}{there}")
 
 
 @app.command(epilog="Examples:   kvlab lab   |   kvlab lab --port 5001   |   kvlab lab --in-place")

@@ -23,6 +23,11 @@ LISTS = (
     "documents",
     "tasks",
 )
+COMPOSED_STORAGES = {
+    "KEYS/VALUES": "one of these for keys, another for values, as in turbo-4/kivi-2",
+    "kvtc-2:FILE": "2 bits for each principal component on average; FILE is from `kvlab calibrate MODEL`",
+}
+"""Forms of `--storage` beyond the single names."""
 app = typer.Typer()
 
 
@@ -95,6 +100,8 @@ def list_(
         _print_list([{"name": row["name"], "summary": _about(row)} for row in rows])
     elif kind == "policies":
         _print_list([{**row, "cited": _cited(row["paper"])} for row in rows])
+    elif kind == "storages":
+        _print_list([*rows, *({"name": name, "summary": text} for name, text in COMPOSED_STORAGES.items())])
     else:
         _print_list(rows)
 

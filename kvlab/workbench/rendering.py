@@ -25,6 +25,7 @@ from kvlab.workbench.experiments import content_key, notebooks, parameter_values
 from kvlab.workbench.report import runs
 from kvlab.workbench.store import artifacts, findings_files
 from kvlab.workbench.store.database import DESCRIPTION
+from kvlab.workbench.store.findings_table import numbers
 from kvlab.workbench.store.tracking import LONGEST, RENDERED, Shown, file_name, story_of
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def render(connection: RetryingClient, run: Run) -> Rendered:
         found = _shown(experiment.path, run, load, rendered)
         for name, shown in found.items():
             if shown.text is not None:
-                shown.sentences = of_figure(experiment.name, name, run.data.metrics)
+                shown.sentences = of_figure(experiment.name, name, numbers(run))
             if shown.figure is not None or shown.markdown:
                 shown.log(connection, run.info.run_id)
                 rendered.made.append(name)

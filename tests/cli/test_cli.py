@@ -129,6 +129,14 @@ def test_policies_are_listed_by_what_they_decide(capsys):
     assert headings == list(dict.fromkeys(groups))
 
 
+def test_storages_are_listed_with_the_forms_that_take_more_than_a_name(capsys):
+    _, out, _ = call(capsys, "list", "storages")
+    _, as_json, _ = call(capsys, "list", "storages", "--json")
+    printed = [line.split()[0] for line in out.splitlines()]
+    single = [entry["name"] for entry in json.loads(as_json)]
+    assert printed == [*single, "KEYS/VALUES", "kvtc-2:FILE"]
+
+
 def test_listed_claims_and_plain_lists(capsys):
     _, out, _ = call(capsys, "list", "claims", "--json")
     found = {entry["id"]: entry for entry in json.loads(out)}

@@ -8,7 +8,7 @@ from support.commands import call, complaint
 
 from kvlab import evaluation
 from kvlab.workbench.report import task_scores
-from kvlab.workbench.store import tracking
+from kvlab.workbench.store import findings_table, showing, tracking
 
 NEEDLE = ["eval", "needle", "-p", "lengths=[144]", "-p", "depths=[0.0, 0.5, 1.0]", "--limit", "2"]
 
@@ -31,8 +31,10 @@ def test_needles_from_the_command_line(loaded, project, capsys, tmp_path):
     store = tracking.client()
     (run,) = store.search_runs([experiment.experiment_id for experiment in store.search_experiments()])
     rows = evaluation.summary(found).set_index(["policy", "budget"])
-    assert run.data.metrics["needle/snapkv/0.5/score"] == pytest.approx(rows.loc[("snapkv", 0.5), "score"])
-    assert run.data.metrics["needle/full/kv_bytes"] == pytest.approx(rows.loc["full"].kv_bytes.iloc[0])
+    assert findings_table.numbers(run)["needle/snapkv/0.5/score"] == pytest.approx(rows.loc[("snapkv", 0.5), "score"])
+    assert findings_table.numbers(run)["needle/full/kv_bytes"] == pytest.approx(rows.loc["full"].kv_bytes.iloc[0])
+    assert set(run.data.metrics) == {name for name in findings_table.numbers(run) if name.endswith("/score")}
+    assert 5 <= len(run.data.metrics) <= showing.MOST
     folder = store.download_artifacts(run.info.run_id, "tables", str(tmp_path))
     assert len(pandas.read_parquet(f"{folder}/answers.parquet")) == 10
     assert {file.path for file in store.list_artifacts(run.info.run_id, "figures")} >= {"figures/needle_heatmap.png"}

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import random
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-import urllib.request
 from pathlib import Path
 
 import psutil
@@ -20,11 +17,11 @@ import pytest
 from rich.console import Console
 from support.projects import BODY, EXPERIMENT, PARAMETERS, cell, experiment, notebook
 from support.runs import runs
-from support.servers import environment, free_port
+from support.servers import MlflowServer, environment
 
 from kvlab.errors import KvlabError
 from kvlab.workbench.jobs import launch
-from kvlab.workbench.store import database
+from kvlab.workbench.store import database, findings_table
 
 pytestmark = pytest.mark.roundtrip
 
@@ -56,56 +53,9 @@ WRITER = textwrap.dedent("""
 """)
 
 
-class Server:
-    """An MLflow server on loopback, which can go away and come back."""
-
-    def __init__(self, folder):
-        self.folder, self.port, self.process = folder, free_port(), None
-        self.uri = f"http://127.0.0.1:{self.port}"
-
-    def start(self):
-        command = [
-            sys.executable,
-            "-m",
-            "mlflow",
-            "server",
-            "--workers",
-            "1",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-            "--backend-store-uri",
-            f"sqlite:///{self.folder / 'mlflow.db'}",
-            "--artifacts-destination",
-            str(self.folder / "artifacts"),
-        ]
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            env=environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false"),
-        )
-        deadline = time.monotonic() + 180
-        while time.monotonic() < deadline:
-            try:
-                urllib.request.urlopen(f"{self.uri}/health", timeout=2).close()
-                return self
-            except OSError:
-                time.sleep(0.3)
-        raise AssertionError("the server did not start")
-
-    def stop(self):
-        if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.process = None
-
-
 @pytest.fixture
 def server(project, tmp_path, monkeypatch):
-    made = Server(tmp_path / "mlruns")
+    made = MlflowServer(tmp_path / "mlruns")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", made.uri)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     monkeypatch.setenv("KVLAB_PATIENCE", "0")
@@ -129,7 +79,7 @@ def check_what_many_processes_wrote():
     for run in found:
         number, one = int(run.data.params["number"]), int(run.data.params["one"])
         assert run.info.status == "FINISHED"
-        assert run.data.metrics == {f"m{i}": 1000 * number + 100 * one + i for i in range(METRICS)}
+        assert findings_table.numbers(run) == {f"m{i}": 1000 * number + 100 * one + i for i in range(METRICS)}
         assert [file.path for file in client.list_artifacts(run.info.run_id, "tables")] == [
             "tables/rows.json",
             "tables/rows.parquet",

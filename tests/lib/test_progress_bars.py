@@ -191,3 +191,41 @@ def test_threads_wait_with_a_short_spin_unless_the_user_says_otherwise(own, spin
     assert set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)) == {spins}
     if "OMP_NUM_THREADS" in own:
         assert done.stdout.split() == ["1"]
+
+
+def test_a_sweep_reads_how_far_a_job_without_a_watcher_is(tmp_path, monkeypatch, capsys):
+    note = tmp_path / "progress"
+    monkeypatch.setenv(progress_bars.NOTE, str(note))
+    monkeypatch.setattr(progress_bars, "watched", lambda: False)
+    now = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    seen = []
+    for _ in progress_bars.each(["a", "b", "c"], "figure 3", "doc"):
+        seen.append(note.read_text())
+        now[0] += 2
+    assert seen == ["figure 3: doc 0 of 3", "figure 3: doc 1 of 3", "figure 3: doc 2 of 3"]
+    assert not note.exists(), "nothing is under way any more"
+    with progress_bars.counting(100, "prompt", "it", bar_format=progress_bars.FORM) as bar:
+        now[0] += 2
+        bar.update(37)
+        assert note.read_text() == "prompt: 37%"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_note_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv(progress_bars.NOTE, str(tmp_path / "on another machine" / "progress"))
+    monkeypatch.setattr(progress_bars, "watched", lambda: False)
+    assert list(progress_bars.each(range(3), "figure 3", "doc")) == [0, 1, 2]
+
+
+def test_a_bar_follows_what_arrives_in_a_folder(tmp_path):
+    counted = []
+    with progress_bars.counting(30, "fetching", "MB", False) as bar:
+        bar.update = lambda step: (counted.append(step), setattr(bar, "n", bar.n + step))
+        with progress_bars.arriving(bar, tmp_path, 20e6, 1e6):
+            (tmp_path / "pip-part").write_bytes(bytes(5_000_000))
+            deadline = time.monotonic() + 20
+            while bar.n < 5 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert bar.n == pytest.approx(5)
+        assert bar.n == pytest.approx(20), "the part is whole"

@@ -149,9 +149,9 @@ def test_examples_in_docstrings_say_what_comes_out(module):
 
 
 def test_the_policy_of_ones_own_works_as_shown():
-    (example,) = blocks(ROOT / "CONTRIBUTING.md", "python")
+    example = blocks(ROOT / "docs" / "write_a_policy.md", "python")[0]
     shown: dict = {}
-    exec(compile(example, "CONTRIBUTING.md", "exec", dont_inherit=True), shown)
+    exec(compile(example, "write_a_policy.md", "exec", dont_inherit=True), shown)
     lm = kvlab.random_lm("tiny-llama-gqa")
     ids = torch.arange(3, 43)
     replayed = kvlab.replay(kvlab.capture(lm, ids, new_tokens=3, pseudo=()), shown["Ends"](budget=10))

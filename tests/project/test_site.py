@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import importlib.util
 import inspect
@@ -16,20 +17,30 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import typer
+from playwright.sync_api import Page
 from support.browsing import DESKTOP, PHONE, contrasts, missing_images, opened, overflow
 from support.paths import ROOT
 
 import kvlab
-from kvlab import papers
+from kvlab import cli, papers
+from kvlab.inputs import models
+from kvlab.render.sentences import sentence
 from kvlab.workbench.report import snapshots
 from kvlab.workbench.report.ledger_models import subjects
 from kvlab.workbench.report.model_agreement import across
 
 BUILD = ROOT / "docs" / "site" / "build.py"
 SHOWN = (
-    *("index", "README", "guides", "gallery", "ledger", "reference", "docs/start", "docs/design", "docs/measures"),
-    *("docs/policies", "docs/policies/snapkv", "notebooks/dapq_window_recall"),
+    *("index", "learn", "look_up", "README", "commands", "gallery", "notebooks", "ledger", "reference", "docs/start"),
+    *("docs/design", "docs/measures", "docs/policies", "docs/policies/snapkv", "notebooks/dapq_window_recall"),
+    "reference/kvlab.capture",
 )
+
+
+def counted(page: Page) -> int:
+    """How many claims the ledger's filters leave, on all pages."""
+    return int(page.inner_text("#count").split()[0])
 
 
 SHOWN_ROWS = "#ledger-of-claims tbody tr:not([hidden])"
@@ -85,10 +96,54 @@ def test_every_page_notebook_and_public_name_is_there(site):
             assert (site / page.relative_to(ROOT).with_suffix(".html")).is_file(), page
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
         assert (site / "notebooks" / f"{notebook.stem}.html").is_file(), notebook
-    names = Links(site / "reference.html").names
+    names = explained(site)
     assert {f"kvlab.{name}" for name in kvlab.__all__ if not name.startswith("_")} <= {
         re.sub(r"^kvlab\.(?:\w+\.)*(?=\w+$)", "kvlab.", name) for name in names
     }
+
+
+def explained(site: Path) -> set[str]:
+    """The names at which the pages of the reference can be linked."""
+    return {name for page in (site / "reference").glob("*.html") for name in Links(page).names}
+
+
+def test_each_door_leads_to_its_pages_and_no_page_is_left_out(site):
+    """Each page of docs/ is in the table of one door; the start page leads to the doors."""
+    doors = ("learn", "do", "look_up", "understand")
+    assert {f"{door}.html" for door in doors} <= set(Links(site / "index.html").links)
+    led = {urlsplit(link).path for door in doors for link in Links(site / f"{door}.html").links}
+    pages = list((ROOT / "docs").glob("*.md"))
+    assert len(pages) > 15 and {f"docs/{path.stem}.html" for path in pages} <= led
+    assert {"commands.html", "reference.html", "ledger.html", "notebooks.html"} <= led
+
+
+def test_the_page_of_commands_has_each_command_and_its_options(site):
+    text = re.sub(r"<[^>]+>", "", (site / "commands.html").read_text(encoding="utf-8"))
+    for name, command in typer.main.get_command(cli.app).commands.items():
+        assert f"kvlab {name}" in text
+        options = [option for each in command.params for option in each.opts if option.startswith("--")]
+        assert not [option for option in options if option not in text and option != "--help"], name
+
+
+def test_the_start_page_shows_six_findings_of_the_kept_ledger(site):
+    page = (site / "index.html").read_text(encoding="utf-8")
+    text = " ".join(html.unescape(re.sub(r"<[^>]+>", "", page)).split())
+    entries = snapshots.read(ROOT / "docs" / "ledger" / f"{models.DEFAULT}.csv")
+    said = {sentence(entry.claim, entry.verdict, entry.weak) for entry in entries if entry.claim.kind == "finding"}
+    assert sum(" ".join(each.split()) in text for each in said) == 6
+
+
+def test_the_live_page_of_the_start_page_answers(site, browser):
+    """It is a page of the default model, which the tests of this part have pulled."""
+    assert (site / "_static" / "explorer.html").stat().st_size < 3e6
+    with opened(browser, (site / "index.html").as_uri()) as (page, complaints):
+        frame = page.frame_locator("iframe.live")
+        before = frame.locator("h1, h2").first.inner_text()
+        frame.get_by_role("button", name="most different").click()
+        assert frame.locator("h1, h2").first.inner_text() != before and complaints == []
+        assert not page.locator("img.still").is_visible()
+    with opened(browser, (site / "index.html").as_uri(), PHONE) as (page, complaints):
+        assert page.locator("img.still").is_visible() and not page.locator("iframe.live").is_visible()
 
 
 def told(text: str) -> set[tuple[str, str]]:
@@ -109,7 +164,7 @@ def test_whatever_our_pages_and_skeletons_import_is_in_the_reference(site):
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *templates]
     wanted = {imported for path in pages for imported in told(path.read_text(encoding="utf-8"))}
     assert len(wanted) > 20 and ("kvlab.core.ranking", "top_positions") in wanted
-    explained = Links(site / "reference.html").names
+    places = explained(site)
 
     def held(place: str) -> object:
         with suppress(ImportError, AttributeError):  # a place may be a heading's, or that of an attribute
@@ -118,7 +173,7 @@ def test_whatever_our_pages_and_skeletons_import_is_in_the_reference(site):
     def there(home: str, name: str) -> bool:
         """A name that is handed on stands where it is made, or where it is handed on."""
         wanted = pkgutil.resolve_name(f"{home}.{name}")
-        return any(held(place) is wanted for place in explained if place.endswith(f".{name}"))
+        return any(held(place) is wanted for place in places if place.endswith(f".{name}"))
 
     assert not [f"{home}.{name}" for home, name in sorted(wanted) if not there(home, name)]
 
@@ -128,7 +183,7 @@ def test_every_type_of_ours_in_a_signature_leads_to_what_it_is(site):
     for path in (ROOT / "kvlab").rglob("*.py"):
         ours |= set(re.findall(r"^(?:class (\w+)|(\w+): TypeAlias)", path.read_text(encoding="utf-8"), re.MULTILINE))
     names = {name for pair in ours for name in pair if name and not name.startswith("_")}
-    text = (site / "reference.html").read_text(encoding="utf-8")
+    text = "".join(page.read_text(encoding="utf-8") for page in sorted((site / "reference").glob("*.html")))
     shown = re.findall(r'<dt class="sig [^>]*>(.*?)</dt>', text, re.DOTALL)
     assert len(shown) > 100
     for signature in shown:
@@ -195,6 +250,11 @@ def test_the_search_finds_a_policy(site, browser):
         page.wait_for_selector("#search-results li a")
         found = [link.get_attribute("href") or "" for link in page.locator("#search-results a").all()]
         assert any("docs/policies/snapkv.html" in link for link in found) and complaints == []
+        page.wait_for_selector("#search-results .excerpt")
+        excerpts = [text.lower() for text in page.locator("#search-results .excerpt").all_text_contents()]
+        assert len(excerpts) > 5 and sum("snapkv" in text for text in excerpts) > len(excerpts) / 2
+        titles = page.locator("#search-results li[class*=kind-title] > a").all_text_contents()
+        assert len(titles) == len(set(titles))
 
 
 def test_the_ledger_is_narrowed_by_paper_and_words(site, browser):
@@ -204,24 +264,45 @@ def test_the_ledger_is_narrowed_by_paper_and_words(site, browser):
         column = page.locator("#ledger-of-claims tbody td:first-child").first.bounding_box()
         assert column and column["width"] > 300
         page.select_option("[data-filter=verdict1]", "holds")
-        assert 0 < shown.count() < rows.count()
+        assert 0 < counted(page) < rows.count()
         assert all(
             text.startswith("holds") for text in page.locator(f"{SHOWN_ROWS} td:nth-child(4)").all_text_contents()
         )
         page.select_option("[data-filter=verdict1]", "")
         page.select_option("[data-filter=paper]", "dapq")
-        of_paper = shown.count()
-        assert 0 < of_paper < rows.count() and page.inner_text("#count") == f"{of_paper} of {rows.count()} claims"
+        of_paper = counted(page)
+        assert of_paper == len(papers.claims(paper="dapq")) and page.inner_text("#count").endswith(
+            f"of {rows.count()} claims"
+        )
         page.fill("[data-filter=words]", "snapkv RECALL")
-        assert 0 < shown.count() < of_paper and complaints == []
+        assert 0 < counted(page) < of_paper and shown.count() > 0 and complaints == []
         assert all("snapkv" in text.lower() and "recall" in text.lower() for text in shown.all_text_contents())
+
+
+def test_the_ledger_is_turned_page_by_page(site, browser):
+    every = len(papers.claims())
+    with opened(browser, (site / "ledger.html").as_uri()) as (page, complaints):
+        shown, seen = page.locator(SHOWN_ROWS), []
+        forward = page.locator(".turn button[data-step='1']").first
+        while True:
+            assert 0 < shown.count() <= 25
+            seen += shown.evaluate_all("rows => rows.map(row => row.id)")
+            if forward.is_disabled():
+                break
+            forward.click()
+        assert len(seen) == len(set(seen)) == every and complaints == []
+        page.evaluate("location.hash = '#page=2'")
+        page.wait_for_function("document.querySelector('.turn span').textContent.startsWith('page 2 of')")
+        assert shown.first.get_attribute("id") == seen[25]
+    with opened(browser, (site / "ledger.html").as_uri(), PHONE) as (page, complaints):
+        assert page.evaluate("document.documentElement.scrollHeight") < 20_000
 
 
 def test_the_ledger_is_narrowed_by_kind_and_an_address_holds_what_is_chosen(site, browser):
     with opened(browser, (site / "ledger.html").as_uri()) as (page, complaints):
         shown = page.locator(SHOWN_ROWS)
         page.select_option("[data-filter=kind]", "control")
-        of_kind = shown.count()
+        of_kind = counted(page)
         assert 0 < of_kind < page.locator("#ledger-of-claims tbody tr").count()
         assert set(shown.evaluate_all("rows => rows.map(row => row.dataset.kind)")) == {"control"}
         page.select_option("[data-filter=verdict0]", "holds")
@@ -246,4 +327,4 @@ def test_a_claims_id_leads_to_its_row(site, browser):
         row = page.locator(f'[id="{claim}"]')
         place = row.bounding_box()
         assert place and 0 <= place["y"] < DESKTOP[1] and claim in row.inner_text()
-        assert page.locator(SHOWN_ROWS).count() == len(papers.claims()) and complaints == []
+        assert counted(page) == len(papers.claims()) and complaints == []

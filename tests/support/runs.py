@@ -17,6 +17,7 @@ ARTIFACTS = {
     "tables/errors.parquet",
     "tables/errors.json",
     "claims.json",
+    "findings.json",
 }
 """What the toy notebook's job leaves in the store."""
 

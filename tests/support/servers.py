@@ -86,3 +86,50 @@ class Lab:
         for straggler in left:
             straggler.kill()
         self.process.wait(timeout=60)
+
+
+class MlflowServer:
+    """An MLflow server on loopback, which can go away and come back."""
+
+    def __init__(self, folder):
+        self.folder, self.port, self.process = folder, free_port(), None
+        self.uri = f"http://127.0.0.1:{self.port}"
+
+    def start(self):
+        command = [
+            sys.executable,
+            "-m",
+            "mlflow",
+            "server",
+            "--workers",
+            "1",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--backend-store-uri",
+            f"sqlite:///{self.folder / 'mlflow.db'}",
+            "--artifacts-destination",
+            str(self.folder / "artifacts"),
+        ]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env=environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false"),
+        )
+        deadline = time.monotonic() + 180
+        while time.monotonic() < deadline:
+            try:
+                urllib.request.urlopen(f"{self.uri}/health", timeout=2).close()
+                return self
+            except OSError:
+                time.sleep(0.3)
+        raise AssertionError("the server did not start")
+
+    def stop(self):
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None

@@ -11,8 +11,9 @@ from support.commands import call
 from support.equal_bytes import FEW, table
 from support.paths import ROOT
 from support.runs import job
+from support.storing import FEW as STORED
 
-from kvlab.analyses.together import equal_bytes
+from kvlab.analyses.together import equal_bytes, storing
 from kvlab.errors import KvlabError
 from kvlab.workbench.report import leaderboard, page, snapshots
 from kvlab.workbench.store import database, tracking
@@ -116,6 +117,40 @@ def test_scores_are_those_of_the_kept_tables():
     assert all(chart.points[0].policy == "full" and chart.points[0].stored == 1 for chart in charts)
     fewer = [point for chart in charts for point in chart.points if point.stored is None]
     assert fewer and {point.n for point in fewer} == {30} and not any(point.rival for point in fewer)
+
+
+def stored(measured=STORED, model="toy@1"):
+    """A run of `evict_or_quantise` with its table."""
+    tags = {"kvlab.kind": "job", "kvlab.profile": "quick", "kvlab.commit": "abc", "model": model}
+    run = tracking.create_run(database.client(), "evict_or_quantise", {}, tags, "toy")
+    run.table("measured", measured)
+    run.finish()
+
+
+def test_losses_of_storages_are_those_of_the_figures():
+    means = pandas.DataFrame(leaderboard.storage_means(STORED))
+    for name in set(STORED["measure"]):
+        drawn, mine = storing.points(STORED, name), means[means["measure"] == name]
+        assert mine["storage"].tolist() == drawn["storage"].tolist()
+        assert mine["stored"].tolist() == pytest.approx(drawn["share"].tolist())
+        assert mine["value"].tolist() == pytest.approx(drawn["value"].tolist())
+    assert set(leaderboard.STORAGE_LOSSES) == set(storing.MEASURES) and leaderboard.AS_IS == storing.PLAIN
+
+
+def test_storages_are_kept_and_drawn_with_the_full_cache_quantised_as_a_rival(project, tmp_path):
+    together()
+    stored()
+    assert {path.relative_to(tmp_path).as_posix() for path in leaderboard.keep_store(tmp_path)} == {
+        "equal_bytes/toy.csv",
+        "storages/toy.csv",
+    }
+    assert leaderboard.read(tmp_path) == leaderboard.of_store()
+    charts = {chart.measure: chart for chart in leaderboard.of_store() if chart.group == "Storages"}
+    divergence = {(point.name, point.budget): point for point in charts["KL of the next token, nats"].points}
+    assert not divergence["full", ""].rival and divergence["full in rounded", ""].rival
+    assert divergence["full in rounded", ""].value == pytest.approx(0.15)
+    found = next(point for point in charts["digits of needles found"].points if point.name == "full in rounded")
+    assert found.value == pytest.approx(0.85) and (found.low, found.high) == (pytest.approx(0.2147, abs=1e-4), 1)
 
 
 def test_the_report_links_to_it_where_there_is_one(project, tmp_path, capsys):

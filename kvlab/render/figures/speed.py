@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import matplotlib.pyplot as plt
 
@@ -190,31 +191,72 @@ def _saved(ax: Axes, findings: Findings, effect: str, column: str, policies: Seq
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
-def memory(findings: Findings, policies: Sequence[str]) -> Figure:
-    """Bytes stored after the last step, and the saving of weights and cache together; the papers' peak memory in grey.
+ABOVE = {"xytext": (-2, 7), "ha": "center", "va": "bottom"}
+BELOW = {"xytext": (7, -2), "ha": "left", "va": "top"}
+ALIKE = 0.25
+"""Savings this near to each other, in percentage points at every length, share one label."""
 
-    findings: of `ratios.memory_findings`, of the full cache and these policies.
+
+def memory(findings: Findings, policies: Sequence[str]) -> Figure:
+    """MiB stored after the last step, from the shortest prompt to the longest; memory saved of weights and cache.
+
+    findings: of `ratios.memory_findings`, of the full cache and these policies. The papers' peak memory is grey.
     """
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.8))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(plots.WIDTH, 3.5), width_ratios=(1, 1.15))
     single = at(findings.table, batch=1)
-    stored = single.assign(mean=single["stored_bytes"] / 2**20)
-    _curves(left, stored, policies, ylabel="stored (MiB)", title="The cache after the last step")
-    left.set_ylim(bottom=0)
-    saved = single.assign(mean=100 * single["saving"]).query("policy != @FULL")
-    _curves(right, saved, policies, ylabel="memory saved (%)", title="Saved of weights and cache")
-    table_a1 = _table_a1()
-    right.plot(
-        table_a1["input_tokens"],
-        100 * table_a1["memory_saved"],
-        "--D",
-        color=plots.PAPER,
-        label="paper, compilerkv",
-    )
-    best = 100 * max(papers.figure("rocketkv", "figure5")["memory_saving"])
-    right.axhline(best, color=plots.PAPER, linestyle=":", label="paper, rocketkv's best")
-    right.set_xscale("log")
-    right.legend(fontsize=9)
+    _stored(left, single, policies)
+    _memory_saved(right, single.query("policy != @FULL"), policies)
     return figure
+
+
+def _stored(ax: Axes, single: pandas.DataFrame, policies: Sequence[str]) -> None:
+    """A row for each policy, the largest at the top: open at the shortest prompt, filled at the longest."""
+    mib = single.assign(mib=single["stored_bytes"] / 2**20).pivot(index="policy", columns="length", values="mib")
+    mib = mib.reindex([policy for policy in (FULL, *policies) if policy in mib.index]).sort_values(
+        mib.columns[-1], ascending=False, kind="stable"
+    )
+    shortest, longest = mib.columns[0], mib.columns[-1]
+    for y, (policy, row) in enumerate(mib.iterrows()):
+        look, ends = theme.look(str(policy)), (row[shortest], row[longest])
+        ax.plot(ends, (y, y), color=look.colour, linewidth=2)
+        for size, filled in zip(ends, ("white", look.colour), strict=True):
+            ax.plot(size, y, look.marker, color=look.colour, markerfacecolor=filled, markersize=6)
+        ax.annotate(f"{row[longest]:.1f}", (row[longest], y), xytext=(7, 0), textcoords="offset points", va="center")
+    names = _names(policies) | {FULL: "full cache"}
+    ax.set_yticks(range(len(mib)), [names[str(policy)] for policy in mib.index])
+    ax.set(xlabel="stored, MiB", title="Bytes stored by the cache", ylim=(len(mib) - 0.5, -0.5))
+    ax.set_xlim(0, 1.14 * float(mib.to_numpy().max()))
+    plots.note(cast("Figure", ax.figure), single, f"open: a prompt of {shortest:,} tokens; filled: {longest:,}")
+
+
+def _memory_saved(ax: Axes, saved: pandas.DataFrame, policies: Sequence[str]) -> None:
+    """A curve over the prompt for all policies that save alike, beside what two papers print."""
+    rows = saved.assign(percent=100 * saved["saving"]).sort_values("length")
+    percent = {policy: part["percent"].to_numpy() for policy, part in rows.groupby("policy")}
+    lengths = sorted(set(rows["length"]))
+    left, spots = [policy for policy in policies if policy in percent], itertools.cycle((ABOVE, BELOW))
+    while left:
+        first = percent[left[0]]
+        alike = [policy for policy in left if abs(percent[policy] - first).max() <= ALIKE]
+        left = [policy for policy in left if policy not in alike]
+        look, name = theme.look(alike[0]), ", ".join(alike)
+        ax.plot(lengths, first, color=look.colour, marker=look.marker, label=name)
+        end = lengths[-1], first[-1]
+        ax.annotate(
+            name.replace(", ", ",\n"), end, **next(spots), textcoords="offset points", color=look.colour, fontsize=9
+        )
+    table_a1 = _table_a1()
+    printed_at, saved_there = table_a1["input_tokens"], 100 * table_a1["memory_saved"]
+    ax.plot(printed_at, saved_there, "--D", color=plots.PAPER, label="compilerkv's paper")
+    best = 100 * max(papers.figure("rocketkv", "figure5")["memory_saving"])
+    ax.axhline(best, color=plots.PAPER, linestyle=":", label="rocketkv's paper, best")
+    for line, end in (
+        (ax.lines[-2], (printed_at.iloc[-1], saved_there.iloc[-1])),
+        (ax.lines[-1], (printed_at.iloc[-1], best)),
+    ):
+        ax.annotate(str(line.get_label()), end, xytext=(0, 6), textcoords="offset points", ha="right", fontsize=9)
+    ax.set(xscale="log", xlabel="prompt, tokens", ylabel="memory saved, %", title="Saved of weights and cache")
+    ax.set_ylim(0, 1.15 * best)
 
 
 def printed(memory: Findings, saving: Findings, workloads: Findings) -> Figure:

@@ -210,7 +210,7 @@ def tables_2_and_3(over_snapkv: Findings, summaries: Findings) -> Figure:
     scores.set(
         xlabel="kinds of tasks, models and sizes",
         ylabel="ZSMerge less SnapKV (points)",
-        title="table 3: above SnapKV (blue), or not",
+        title="table 3: filled where above SnapKV",
     )
     over_h2o = summaries.table.query("method == 'h2o'")
     for marker, (model, part) in zip("osD", over_h2o.groupby("model"), strict=False):

@@ -3,6 +3,7 @@
 from kvlab.workbench.experiments.experiment import (
     CELL,
     ORDINARY,
+    POLICY,
     PROFILES,
     TRIAL,
     Experiment,
@@ -19,6 +20,7 @@ from kvlab.workbench.experiments.parameter_values import checked, plain, read
 __all__ = [
     "CELL",
     "ORDINARY",
+    "POLICY",
     "PROFILES",
     "TRIAL",
     "Experiment",

@@ -38,6 +38,8 @@ PROFILES = ("quick", "full", "gpu")
 ORDINARY, CELL, TRIAL = "job", "cell", "trial"
 """The kinds of jobs: those that the ledger judges, and those that only say how far a verdict depends on seed and texts.
 """
+POLICY = "policy"
+"""The kind of a run under a job's, which holds one policy's curves for MLflow's charts. Nothing else reads it."""
 
 
 class Profile(BaseModel):

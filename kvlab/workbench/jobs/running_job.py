@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -16,6 +17,9 @@ from kvlab.workbench.experiments import Job
 if TYPE_CHECKING:
     from kvlab.workbench.jobs.executors import Task
     from kvlab.workbench.store.tracking import Run
+
+
+PROGRESS = "progress"  # the file in a job's folder that its notebook's bars write
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,14 @@ def keep_copy(running: Running) -> Path | None:
     folder = project.root() / "mlruns" / "failed" / running.job.experiment
     folder.mkdir(parents=True, exist_ok=True)
     return Path(shutil.copy(running.output, folder / f"{running.run.id}.ipynb"))
+
+
+def far(running: Running) -> str:
+    """How far a job is: which cell runs, and how many documents or replays of it are done, if it counts them."""
+    note = ""
+    with contextlib.suppress(OSError):
+        note = (running.folder / PROGRESS).read_text(encoding="utf-8")
+    return "; ".join(filter(None, (cells_done(running.output), note)))
 
 
 def cells_done(path: Path) -> str:

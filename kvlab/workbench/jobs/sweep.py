@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import KvlabError
+from kvlab.lib import progress_bars
 from kvlab.lib.files import first_line, why
 from kvlab.workbench import project
 from kvlab.workbench.experiments import ORDINARY, Job, content_key
 from kvlab.workbench.jobs import executors
 from kvlab.workbench.jobs.executors import LOG, RESULT, Place
 from kvlab.workbench.jobs.interrupts import asked_to_stop
+from kvlab.workbench.jobs.parent_run import ParentRun
 from kvlab.workbench.jobs.progress import Progress
-from kvlab.workbench.jobs.running_job import Result, Running, cells_done, keep_copy, last_words
+from kvlab.workbench.jobs.running_job import PROGRESS, Result, Running, far, keep_copy, last_words
 from kvlab.workbench.store import database, run_index, tracking
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class Sweep:
         self.progress = Progress(queue, place.workers, console)
         self.waiting: list[int] = []
         self.tries: Counter[int] = Counter()
-        self.parents: dict[str, tracking.Run] = {}
+        self.parents: dict[str, ParentRun] = {}
         self.running: list[Running] = []
         self.results: dict[int, Result] = {}
         self.locks: dict[int, FileLock] = {}
@@ -94,6 +96,7 @@ class Sweep:
                     for job in [job for job in self.running if self._ended(job)]:
                         self._end(job)
                         self.running.remove(job)
+                        self._show_in_parent(job)
                     self._look_for_workers()
                 interrupted = False
             except MlflowException as error:
@@ -150,7 +153,7 @@ class Sweep:
             results = [result for result in self.results.values() if result.job.experiment == name]
             failed = any(result.state == "failed" for result in results)
             with contextlib.suppress(*lost):
-                parent.finish("KILLED" if interrupted else "FAILED" if failed else "FINISHED")
+                parent.run.finish("KILLED" if interrupted else "FAILED" if failed else "FINISHED")
         for number in list(self.locks):
             self._release(number)
 
@@ -286,6 +289,7 @@ class Sweep:
             "MLFLOW_RUN_ID": run.id,
             "MLFLOW_TRACKING_URI": database.store_uri(),
             "KVLAB_ROOT": str(project.root()),
+            progress_bars.NOTE: str(folder / PROGRESS),
         }
         return Running(job, number, run, self.place.start(spec, folder, environment), folder)
 
@@ -293,7 +297,7 @@ class Sweep:
         if job.experiment not in self.parents:
             names = [queued.name for queued in self.queue if queued.experiment == job.experiment]
             label = f", {len(names)} jobs" if len(names) > 1 else f" {job.name}" if job.name != job.profile else ""
-            self.parents[job.experiment] = tracking.create_run(
+            run = tracking.create_run(
                 self.client,
                 job.experiment,
                 {},
@@ -304,7 +308,8 @@ class Sweep:
                 },
                 name=f"sweep {job.profile}{label}",
             )
-        return self.parents[job.experiment]
+            self.parents[job.experiment] = ParentRun(run, self.descriptions[job.experiment])
+        return self.parents[job.experiment].run
 
     def _ended(self, running: Running) -> bool:
         if running.task.code() is not None:
@@ -316,7 +321,7 @@ class Sweep:
             return True
         if elapsed - running.glanced > GLANCE:
             running.glanced = elapsed
-            self.progress.note(running.number, cells_done(running.output))
+            self.progress.note(running.number, far(running))
         return False
 
     def _end(self, running: Running) -> None:
@@ -337,6 +342,11 @@ class Sweep:
         else:
             running.run.tag("kvlab.key", run_index.EDITED)
             self._close(running, "finished", "edited while it ran, so it will be run again next time")
+
+    def _show_in_parent(self, ended: Running) -> None:
+        result = self.results.get(ended.number)  # none for a job that begins once more
+        if result and result.state == "finished":
+            self.parents[ended.job.experiment].add(result.run_id, ended.number + 1)
 
     def _died(self, running: Running, why: str) -> None:
         """Put a job whose process or kernel died back into the queue, or let it fail after `TRIES` tries."""

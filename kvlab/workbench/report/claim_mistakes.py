@@ -10,6 +10,7 @@ from kvlab.errors import nearest
 from kvlab.workbench import experiments
 from kvlab.workbench.report import runs
 from kvlab.workbench.store import artifacts, database
+from kvlab.workbench.store.findings_table import numbers
 from kvlab.workbench.store.tracking import file_name
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def mistakes() -> list[str]:
 
 def _in_runs(claim: papers.Claim, of_models: Sequence[Run]) -> Iterator[str]:
     """What no model's last run of the claim's experiment has, of its metrics and of its figure."""
-    measured = set().union(*(run.data.metrics for run in of_models))
+    measured = set().union(*map(numbers, of_models))
     excused = claim.profile == "full" or any(claim.metric.startswith(start) for start in claim.lacking)
     if not excused and claim.metric not in measured:
         bare = {name for name in measured if not name.endswith(("/low", "/high"))}

@@ -1,12 +1,13 @@
-"""The leaderboard: policies by bytes and by a measure, from runs of `all_together` and from scores of tasks.
+"""The leaderboard: policies by bytes and by a measure, from replays, from storages and from scores of tasks.
 
-Means of replays are kept beside a ledger as equal_bytes/MODEL.csv; the page is leaderboard.html.
+Runs of `all_together` give means of replays, equal_bytes/MODEL.csv in a kept folder. Runs of `evict_or_quantise` give
+losses of policies and storages, storages/MODEL.csv. The page is leaderboard.html.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,8 +57,17 @@ SIZES = [*SIDES, *(f"{side}_bytes" for side in SIDES)]
 NUMBERS = [f"{name}{end}" for name in MEASURES for end in ("", "_low", "_high")]
 ASKED = {"policy", "budget", "full_bytes", *SIZES[2:], *MEASURES}
 """The columns of a run's tables."""
-COLUMNS = ["model", "policy", "budget", *SIZES, *NUMBERS, "n", "profile", "signature", "commit"]
-WHAT = "table of equal bytes"
+RUN = ["profile", "signature", "commit"]
+COLUMNS = ["model", "policy", "budget", *SIZES, *NUMBERS, "n", *RUN]
+STORAGE_LOSSES = {
+    "output_error": Measure("output error by storage", False, "Relative error of the attention output."),
+    "kl": Measure("KL of the next token, nats", False, "Divergence from the full model along its own response."),
+    "needles_lost": Measure("digits of needles found", True, "Share of digits that are the likeliest tokens."),
+}
+AS_IS = "as_is"
+STORAGE_NUMBERS = ["stored", "stored_bytes", "value", "low", "high"]
+STORAGE_COLUMNS = ["model", "policy", "storage", "budget", "measure", *STORAGE_NUMBERS, "n", *RUN]
+STORAGE_ASKED = {"policy", "storage", "budget", "measure", "value", "stored_bytes", "full_bytes"}
 QUESTION = {"prompt": "read", "context": "held back"}
 
 Line = dict[str, str]
@@ -129,49 +139,70 @@ def means(measured: pandas.DataFrame) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def lines(run: Run) -> list[Line]:
-    """What a run measured, as its file has it: numbers to six digits. Nothing where its tables lack a column."""
+def storage_means(measured: pandas.DataFrame) -> Iterator[dict[str, Any]]:
+    """A row for each system and measure of `storing.measure`: means over documents, with 95 % intervals."""
+    for _, part in measured.groupby(["policy", "storage", "budget", "measure"], sort=False, dropna=False):
+        budget, (value, (low, high)) = part["budget"].iloc[0], summarise(part["value"])
+        about = {name: part[name].iloc[0] for name in ("policy", "storage", "measure")}
+        sizes = {
+            "stored": (part["stored_bytes"] / part["full_bytes"]).mean(),
+            "stored_bytes": part["stored_bytes"].mean(),
+        }
+        numbers = {"value": value, "low": low, "high": high, "n": len(part)}
+        yield about | sizes | numbers | {"budget": "" if math.isnan(budget) else f"{budget:g}"}
+
+
+def lines(run: Run, source: Source | None = None) -> list[Line]:
+    """What a run measured, as its file has it: numbers to six digits. Nothing where its tables lack a column.
+
+    source: `all_together` by default.
+    """
     import pandas
 
-    tags = run.data.tags
+    source, tags = source or SOURCES[0], run.data.tags
     about = {"model": tags.get("model", ""), "profile": tags.get("kvlab.profile", "")}
     about |= {"signature": tags.get("signature", ""), "commit": tags.get("kvlab.commit", "")}
     found = {}
     for path in artifacts.files(database.client(), run, "tables", ".parquet"):
-        if path.stem in TABLES and not ASKED - set(table := pandas.read_parquet(path)):
-            found[path.stem] = [_texts(row | about) for row in means(table)]
-    return [line for table in TABLES for line in found.get(table, [])]
+        if path.stem in source.tables and not source.asked - set(table := pandas.read_parquet(path)):
+            found[path.stem] = [_texts(row | about, source.columns) for row in source.means(table)]
+    return [line for table in source.tables for line in found.get(table, [])]
 
 
-def _texts(row: Mapping[str, Any]) -> Line:
-    return {name: f"{row[name]:.6g}" if isinstance(row[name], float) else str(row[name]) for name in COLUMNS}
+def _texts(row: Mapping[str, Any], columns: Sequence[str]) -> Line:
+    return {name: f"{row[name]:.6g}" if isinstance(row[name], float) else str(row[name]) for name in columns}
 
 
-def _runs(model: str | Sequence[str] | None, profile: str | None) -> list[Run]:
+def _runs(experiment: str, model: str | Sequence[str] | None, profile: str | None) -> list[Run]:
     """Of each of these models the newest finished job of its most thorough profile."""
-    profiles = [profile] if profile else runs.newest({EXPERIMENT}, "kvlab.profile").get(EXPERIMENT, {})
+    profiles = [profile] if profile else runs.newest({experiment}, "kvlab.profile").get(experiment, {})
     found: dict[str, Run] = {}
     for each in sorted(profiles, key=thoroughness):
-        for name, run in runs.newest({EXPERIMENT}, "model", profile=each).get(EXPERIMENT, {}).items():
+        for name, run in runs.newest({experiment}, "model", profile=each).get(experiment, {}).items():
             if is_one_of(name, names(model)):
                 found.setdefault(Subject(name).label, run)
     return list(found.values())
 
 
 def keep_store(folder: Path, model: str | Sequence[str] | None = None, profile: str | None = None) -> list[Path]:
-    """Write FOLDER/equal_bytes/MODEL.csv of each model; lines of other profiles stay. Returns the files.
+    """Write FOLDER/equal_bytes/MODEL.csv and FOLDER/storages/MODEL.csv of each model; lines of other profiles stay.
 
-    A line is a policy at a budget: bytes stored and read (shares of the full cache, and bytes), each measure with its
-    95 % interval over documents, n (documents), and the run's profile, signature and commit.
+    A line of equal_bytes is a policy at a budget: bytes stored and read (shares of the full cache, and bytes), each
+    measure with its 95 % interval over documents, and n (documents). A line of storages is one measure of a policy at a
+    budget in a storage. Both end with the run's profile, signature and commit.
+
+    Returns:
+        The files.
     """
     written = []
-    for run in _runs(model, profile):
-        if mine := lines(run):
-            path = folder / FOLDER / f"{Subject(mine[0]['model']).label}.csv"
-            before = csv_tables.read(path, COLUMNS, WHAT) if path.exists() else []
-            others = [line for line in before if line["profile"] != mine[0]["profile"]]
-            csv_tables.write(path, [*others, *mine], COLUMNS)
-            written.append(path)
+    for source in SOURCES:
+        for run in _runs(source.experiment, model, profile):
+            if mine := lines(run, source):
+                path = folder / source.folder / f"{Subject(mine[0]['model']).label}.csv"
+                before = csv_tables.read(path, source.columns, source.what) if path.exists() else []
+                others = [line for line in before if line["profile"] != mine[0]["profile"]]
+                csv_tables.write(path, [*others, *mine], source.columns)
+                written.append(path)
     return written
 
 
@@ -179,24 +210,30 @@ def keep_store(folder: Path, model: str | Sequence[str] | None = None, profile: 
 
 
 def of_store(model: str | Sequence[str] | None = None, profile: str | None = None) -> list[Chart]:
-    """The charts of the store's runs of `all_together`."""
-    return [chart for run in _runs(model, profile) for chart in _of_replays(lines(run))]
+    """The charts of the store's runs of `all_together` and `evict_or_quantise`."""
+    return [
+        chart
+        for source in SOURCES
+        for run in _runs(source.experiment, model, profile)
+        for chart in source.charts(lines(run, source))
+    ]
 
 
 def read(folder: Path, model: str | Sequence[str] | None = None, profile: str | None = None) -> list[Chart]:
-    """The charts of what a folder keeps: of each model the replays of its most thorough profile, then its tasks.
+    """The charts of what a folder keeps: of each model its most thorough replays and storages, then its tasks.
 
     Raises:
         KvlabError: a file cannot be read, or has no numbers.
     """
     found = []
-    for path in sorted((folder / FOLDER).glob("*.csv")):
-        of_profiles: dict[str, list[Line]] = {}
-        for line in csv_tables.read(path, COLUMNS, WHAT):
-            if is_one_of(line["model"], names(model)) and profile in (None, line["profile"]):
-                of_profiles.setdefault(line["profile"], []).append(line)
-        if of_profiles:
-            found += _of_replays(of_profiles[min(of_profiles, key=thoroughness)])
+    for source in SOURCES:
+        for path in sorted((folder / source.folder).glob("*.csv")):
+            of_profiles: dict[str, list[Line]] = {}
+            for line in csv_tables.read(path, source.columns, source.what):
+                if is_one_of(line["model"], names(model)) and profile in (None, line["profile"]):
+                    of_profiles.setdefault(line["profile"], []).append(line)
+            if of_profiles:
+                found += source.charts(of_profiles[min(of_profiles, key=thoroughness)])
     for path in sorted((folder / task_scores.FOLDER).glob("*.csv")):
         of_tasks: dict[tuple[str, ...], list[Line]] = {}
         for line in task_scores.read(path):
@@ -207,15 +244,19 @@ def read(folder: Path, model: str | Sequence[str] | None = None, profile: str | 
     return found
 
 
+def _numbers(found: Sequence[Line], columns: Sequence[str], what: str) -> list[tuple[Line, dict[str, float]]]:
+    """Each line with its numbers, by their columns."""
+    try:
+        return [(line, {name: float(line[name]) for name in columns}) for line in found]
+    except ValueError as error:
+        raise KvlabError(f"the {what} of {found[0]['model']} has no readable numbers: {error}") from error
+
+
 def _of_replays(found: Sequence[Line]) -> list[Chart]:
     """A chart for each measure, from the lines of one run."""
     if not found:
         return []
-    first = found[0]
-    try:
-        every = [(line, {name: float(line[name]) for name in [*SIZES, *NUMBERS]}) for line in found]
-    except ValueError as error:
-        raise KvlabError(f"the {WHAT} of {first['model']} has no readable numbers: {error}") from error
+    first, every = found[0], _numbers(found, [*SIZES, *NUMBERS], SOURCES[0].what)
     about = f" Means over {first['n']} documents, {first['profile']} profile of {EXPERIMENT}."
     return [
         Chart(
@@ -245,6 +286,84 @@ def _of_replays(found: Sequence[Line]) -> list[Chart]:
         )
         for name, measure in MEASURES.items()
     ]
+
+
+def _of_storages(found: Sequence[Line]) -> list[Chart]:
+    """A chart for each loss, from the lines of one run of `evict_or_quantise`."""
+    charts = []
+    for name, measure in STORAGE_LOSSES.items():
+        every = _numbers([line for line in found if line["measure"] == name], STORAGE_NUMBERS, SOURCES[1].what)
+        points = [_stored_point(line, numbers, measure.higher) for line, numbers in every]
+        points = [point for point in points if math.isfinite(point.value)]
+        if points:
+            first = every[0][0]
+            about = f" Means over {first['n']} documents, {first['profile']} profile of {SOURCES[1].experiment}."
+            about += " Bytes are those of a server in bfloat16."
+            label = Subject(first["model"]).label
+            about = measure.about + about
+            charts.append(
+                Chart(label, "Storages", measure.label, "", measure.higher, measure.higher, "documents", about, points)
+            )
+    return charts
+
+
+def _stored_point(line: Line, numbers: Mapping[str, float], found: bool) -> Point:
+    """A policy in a storage. What is kept as a share lost is shown as a share found."""
+    value, low, high = numbers["value"], numbers["low"], numbers["high"]
+    if found:
+        # Of four answers the interval reaches further than shares do.
+        value, low, high = 1 - value, max(1 - high, 0.0), min(1 - low, 1.0)
+    as_is = line["storage"] == AS_IS
+    return Point(
+        line["policy"],
+        line["policy"] if as_is else f"{line['policy']} in {line['storage']}",
+        line["budget"],
+        stored=numbers["stored"],
+        read=None,
+        stored_bytes=numbers["stored_bytes"],
+        read_bytes=None,
+        value=value,
+        low=low,
+        high=high,
+        n=int(line["n"]),
+        rival=not (as_is and line["policy"] in REFERENCES),
+    )
+
+
+@dataclass(frozen=True)
+class Source:
+    """An experiment whose tables the leaderboard shows.
+
+    Attributes:
+        folder: of its file in a kept folder, and `what` that file is called in messages.
+        tables: of a run, those with the columns `asked`.
+        means: a row for each line of the file, from a table.
+        charts: from the lines of one run.
+    """
+
+    experiment: str
+    folder: str
+    what: str
+    columns: list[str]
+    tables: tuple[str, ...]
+    asked: set[str]
+    means: Callable[[pandas.DataFrame], Iterator[dict[str, Any]]]
+    charts: Callable[[Sequence[Line]], list[Chart]]
+
+
+SOURCES = (
+    Source(EXPERIMENT, FOLDER, "table of equal bytes", COLUMNS, TABLES, ASKED, means, _of_replays),
+    Source(
+        "evict_or_quantise",
+        "storages",
+        "table of storages",
+        STORAGE_COLUMNS,
+        ("measured",),
+        STORAGE_ASKED,
+        storage_means,
+        _of_storages,
+    ),
+)
 
 
 def _of_tasks(found: Mapping[tuple[str, ...], Sequence[Line]]) -> list[Chart]:

@@ -18,6 +18,7 @@ from kvlab.workbench.report.claim_mistakes import mistakes
 from kvlab.workbench.report.ledger_models import Subject, subjects
 from kvlab.workbench.report.provenance import Origin
 from kvlab.workbench.store import database
+from kvlab.workbench.store.findings_table import numbers
 
 if TYPE_CHECKING:
     import pandas
@@ -253,7 +254,7 @@ def _judged(
             if claim.experiment == experiment:
                 run = of_model.measuring(claim)
                 # One that lacks the claim's metric measured nothing of it, but tells the judge what is missing.
-                found[claim.id] = Entry(claim, papers.judge(claim, (run or last).data.metrics), run, model)
+                found[claim.id] = Entry(claim, papers.judge(claim, numbers(run or last)), run, model)
     judged = [found.get(claim.id) or Entry(claim, papers.judge(claim, {}), None, model) for claim in every]
     set_q(judged)
     return judged

@@ -170,7 +170,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class Line:
-    """A line across the picture: "paper" at the paper's number, "turn" where the direction turns."""
+    """A line across the picture: "paper" at the paper's number, "turn" where the direction turns, "end" a tick at the
+    least and the most that is drawn.
+    """
 
     kind: str
     y: float
@@ -239,15 +241,20 @@ def plot(row: Row, subjects: Sequence[Subject], reach: int = 0) -> Plot | None:
             x(row.claim.model.parameters), row.claim.model.name, y(across["paper"]) if "paper" in across else None
         )
     labels = _with_room([(x(subject.parameters), subject.size) for subject in subjects if subject.parameters])
-    return Plot(marks, _lines({kind: (y(value), number(value)) for kind, value in across.items()}), labels, goal)
+    lines = _lines([Line(kind, y(value), number(value)) for kind, value in across.items()])
+    ends = [Line("end", y(value), number(value)) for value in (low, high)]
+    return Plot(marks, [*lines, *(end for end in ends if not _touches(end, lines))], labels, goal)
 
 
-def _lines(across: dict[str, tuple[float, str]], least: float = 9) -> list[Line]:
-    """The lines with their labels; the turn has none where it would touch the paper's."""
-    lines = [Line(kind, *place) for kind, place in across.items()]
-    if len(lines) == 2 and abs(lines[0].y - lines[1].y) < least:
+def _lines(lines: list[Line]) -> list[Line]:
+    """The lines across; the turn has no label where it would touch the paper's."""
+    if len(lines) == 2 and _touches(lines[1], lines[:1]):
         lines[1] = replace(lines[1], label="")
     return lines
+
+
+def _touches(line: Line, others: Iterable[Line], least: float = 9) -> bool:
+    return any(abs(line.y - other.y) < least for other in others)
 
 
 def _with_room(labels: list[tuple[float, str]], least: float = 27) -> list[tuple[float, str]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvlab.workbench.experiments import TRIAL
 from kvlab.workbench.store import database, run_index
+from kvlab.workbench.store.findings_table import NAMES, numbers
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -34,13 +35,23 @@ class Runs:
         return own and (self._newest_with(frozenset(claim.metrics)) or own)
 
     def _newest_with(self, metrics: frozenset[str]) -> Run | None:
-        if self.newest.data.metrics.keys() >= metrics:
+        if numbers(self.newest).keys() >= metrics:
             return self.newest
         if self._is_only:
             return None
         if metrics not in self._asked:
-            self._asked[metrics] = next(self._finished(1, metrics), None)
+            old = next(self._finished(1, metrics), None)
+            new = next((run for run in self._of_each_table if numbers(run).keys() >= metrics), None)
+            found = [run for run in (old, new) if run]
+            self._asked[metrics] = max(found, key=_ended, default=None)
         return self._asked[metrics]
+
+    @functools.cached_property
+    def _of_each_table(self) -> list[Run]:
+        """The newest run of each set of names in tables of findings, newest first. Runs of older code have none."""
+        experiment, model = self.newest.info.experiment_id, self.newest.data.tags.get("model", "")
+        found = run_index.newest_of_each(self._connection, experiment, NAMES, model, **self._tags)
+        return sorted((run for names, run in found.items() if names), key=_ended, reverse=True)
 
     @functools.cached_property
     def _is_only(self) -> bool:
@@ -52,10 +63,14 @@ class Runs:
         return run_index.finished(self._connection, experiment, page_size, model, metrics=metrics, **self._tags)
 
 
+def _ended(run: Run) -> int:
+    return run.info.end_time or 0
+
+
 def best(found: Iterable[Run], claim: papers.Claim) -> Run | None:
     """Of runs that are at hand, newest first, the one that `Runs.measuring` would take."""
-    own = [run for run in found if claim.metric in run.data.metrics]
-    return next((run for run in own if run.data.metrics.keys() >= claim.metrics), None) or next(iter(own), None)
+    own = [run for run in found if claim.metric in numbers(run)]
+    return next((run for run in own if numbers(run).keys() >= claim.metrics), None) or next(iter(own), None)
 
 
 def experiment_id(connection: RetryingClient, name: str) -> str | None:

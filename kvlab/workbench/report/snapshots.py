@@ -32,6 +32,7 @@ from kvlab.workbench.report.ledger import (
 )
 from kvlab.workbench.report.ledger_models import Subject, remarks, subjects
 from kvlab.workbench.report.provenance import Origin, thoroughness
+from kvlab.workbench.store.findings_table import numbers
 
 ORIGIN = ["profile", "signature", "commit", "machine", "seconds"]
 LATER = ["parameters", "remarks", "genre_low", "genre_high"]  # ledgers that were kept without these are read, too
@@ -177,7 +178,7 @@ def _lacking(entry: Entry) -> bool:
     none, "not measured" is what it found (`provided`).
     """
     assert entry.run is not None
-    return entry.verdict.verdict == papers.UNMEASURED and not entry.claim.metrics <= set(entry.run.data.metrics)
+    return entry.verdict.verdict == papers.UNMEASURED and not entry.claim.metrics <= numbers(entry.run).keys()
 
 
 def _lines(path: Path) -> Lines:

@@ -10,6 +10,7 @@ from kvlab.workbench.jobs.stability_cells import Cell, measurable
 from kvlab.workbench.report import runs
 from kvlab.workbench.report.stability import Line
 from kvlab.workbench.store import database, run_index
+from kvlab.workbench.store.findings_table import numbers
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -44,7 +45,7 @@ def judged(found: Mapping[Cell, Sequence[Result]], profile: str) -> list[Line]:
 
 def _line(claim: papers.Claim, cell: Cell, mine: Sequence[Run], profile: str) -> Line:
     run = runs.best(mine, claim)
-    verdict = papers.judge(claim, (run or mine[0]).data.metrics)
+    verdict = papers.judge(claim, numbers(run or mine[0]))
     tags = (run or mine[0]).data.tags
     row = {
         "paper": claim.paper,

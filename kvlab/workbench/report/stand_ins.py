@@ -11,6 +11,7 @@ from kvlab.papers.stand_ins import ACROSS, DOCUMENTS, EXPERIMENT, OUTCOMES, Pred
 from kvlab.workbench.report import csv_tables, runs
 from kvlab.workbench.report.ledger_models import Subject
 from kvlab.workbench.report.provenance import thoroughness
+from kvlab.workbench.store import findings_table
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -46,7 +47,7 @@ def _runs() -> list[Run]:
 
 def lines(run: Run) -> list[Line]:
     """A line for each stand-in and outcome that a run has correlated."""
-    tags, metrics = run.data.tags, run.data.metrics
+    tags, metrics = run.data.tags, findings_table.numbers(run)
     about = {"profile": tags.get("kvlab.profile", ""), "commit": tags.get("kvlab.commit", "")}
     about["model"] = tags.get("model", "")
     found = []

@@ -31,7 +31,10 @@ def store_uri() -> str:
 
     MLflow reads a relative sqlite path from the working directory, which differs between a notebook and a shell.
     """
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{project.root() / 'mlruns' / 'mlflow.db'}"
+    return _absolute(os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{project.root() / 'mlruns' / 'mlflow.db'}")
+
+
+def _absolute(uri: str) -> str:
     path = database_path(uri)
     return f"{SQLITE}{path}" if path else uri
 
@@ -195,8 +198,13 @@ def ensure_store() -> str:
 
     Raises KvlabError, in one sentence, where it cannot be reached, written to, or is something else.
     """
+    return ready(store_uri())
+
+
+def ready(uri: str) -> str:
+    """`ensure_store`, of the store at another address."""
     quiet()
-    uri = store_uri()
+    uri = _absolute(uri)
     _ready(uri)
     return uri
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvlab.evaluation import Answer, by_turn, decline, metrics, summary, table
 from kvlab.render.figures import evaluation, turns
-from kvlab.workbench.store import tracking
+from kvlab.workbench.store import showing, tracking
 
 EXPERIMENT = "eval"
 
@@ -15,9 +15,11 @@ EXPERIMENT = "eval"
 def log(answers: Sequence[Answer], parameters: Mapping[str, Any]) -> str:
     """Log an evaluation as one run, with the metrics of `kvlab.evaluation.metrics`; returns its id."""
     rows = summary(answers)
-    with tracking.start(EXPERIMENT, parameters) as run:
+    values, intervals = metrics(answers)
+    scores = [name for name in values if name.endswith("/score")]
+    with tracking.start(EXPERIMENT, parameters, headlines=scores[: showing.MOST]) as run:
         run.tag("mlflow.runName", named(parameters))
-        run.log(*metrics(answers))
+        run.log(values, intervals)
         run.table("answers", table(answers))
         run.table("summary", rows)
         run.table("by_kind", summary(answers, by="kind"))

@@ -14,7 +14,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from kvlab.workbench import project
-from kvlab.workbench.experiments import CELL, ORDINARY, TRIAL
+from kvlab.workbench.experiments import CELL, ORDINARY, POLICY, TRIAL
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -41,22 +41,24 @@ def finished(
     """The finished jobs of an experiment (its id) with these tags of kvlab, newest first.
 
     model: only those on the model that is called so, "" for those on none; on any by default.
-    metrics: only those that have logged all of these.
+    metrics: only those with all of these among MLflow's metrics.
     kind: of the jobs.
     """
-    query = _finished(kind, tags)
+    query = _finished(kind, tags, model)
     query += "".join(f" and metrics.`{name}` >= {LEAST}" for name in sorted(metrics)[:ASKED])
-    if model and "'" not in model:  # a path with a quote cannot be asked for, and is looked for below
-        query += f" and tags.model = '{model}'"
     for run in _found(connection, experiment, query, page_size):
         if (model is None or run.data.tags.get("model", "") == model) and run.data.metrics.keys() >= set(metrics):
             yield run
 
 
-def _finished(kind: str, tags: Mapping[str, str]) -> str:
-    """The query for finished jobs of a kind with these tags of kvlab."""
+def _finished(kind: str, tags: Mapping[str, str], model: str | None = None) -> str:
+    """The query for finished jobs of a kind with these tags of kvlab on a model.
+
+    A path with a quote cannot be asked for: the query finds the jobs on other models, too.
+    """
     every = {"kind": kind, **tags}
-    return FINISHED + "".join(f" and tags.`kvlab.{name}` = '{every[name]}'" for name in every)
+    asked = FINISHED + "".join(f" and tags.`kvlab.{name}` = '{every[name]}'" for name in every)
+    return asked + (f" and tags.model = '{model}'" if model and "'" not in model else "")
 
 
 def _found(connection: RetryingClient, experiment: str, query: str, page_size: int) -> Iterator[Run]:
@@ -72,12 +74,19 @@ def _found(connection: RetryingClient, experiment: str, query: str, page_size: i
             return
 
 
-def newest_of_each(connection: RetryingClient, experiment: str, tag: str, **tags: str) -> dict[str, Run]:
+def newest_of_each(
+    connection: RetryingClient, experiment: str, tag: str, model: str | None = None, **tags: str
+) -> dict[str, Run]:
     """Value of a tag -> the last finished job of an experiment (its id) that has it, of those with these tags of
-    kvlab; "" where the last of all has no such tag. One question for each value, however many runs there are.
+    kvlab on a model (any by default); "" where the last of all has no such tag. One question for each value, however
+    many runs there are.
     """
-    query = _finished(ORDINARY, tags)
+    query = _finished(ORDINARY, tags, model)
     known: dict[str, Run] = {}
+    if model is not None and (not model or "'" in model):  # cannot be asked for
+        for run in finished(connection, experiment, model=model, **tags):
+            known.setdefault(run.data.tags.get(tag, ""), run)
+        return known
     while True:
         others = "".join(f" and tags.`{tag}` != '{value}'" for value in sorted(known))
         run = next(_found(connection, experiment, query + others, 1), None)
@@ -168,7 +177,10 @@ def tidy(connection: RetryingClient, experiments: Mapping[str, str]) -> None:
 
 def _is_left(run: Run) -> bool:
     tags = run.data.tags
-    ours = tags.get("kvlab.kind") in (ORDINARY, CELL, TRIAL, "sweep") and tags.get("kvlab.host") == socket.gethostname()
+    ours = (
+        tags.get("kvlab.kind") in (ORDINARY, CELL, TRIAL, POLICY, "sweep")
+        and tags.get("kvlab.host") == socket.gethostname()
+    )
     pid = int(tags.get("kvlab.pid", 0))
     # This process runs one sweep at a time. What an earlier sweep of its own left RUNNING is left over, too.
     if not ours or (pid != os.getpid() and _lives(pid, float(tags.get("kvlab.pid_started", 0)))):

@@ -10,7 +10,6 @@ import os
 import re
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +21,11 @@ from kvlab.lib import workspace
 from kvlab.lib.files import first_line, why
 from kvlab.render import theme
 from kvlab.workbench import experiments, project
-from kvlab.workbench.experiments import content_key
+from kvlab.workbench.experiments import POLICY, content_key
 from kvlab.workbench.experiments.notebook_parameters import parameters as read_parameters
 from kvlab.workbench.experiments.notebook_parameters import shell
 from kvlab.workbench.experiments.notebooks import parameters_of
-from kvlab.workbench.store import showing
+from kvlab.workbench.store import findings_table, showing
 from kvlab.workbench.store.database import DESCRIPTION, client, ensure_store, experiment_id, store_uri
 from kvlab.workbench.store.signatures import signature
 
@@ -125,12 +124,25 @@ class Run:
     """One MLflow run. `attached`: it belongs to a sweep, which sets the final status itself.
 
     Also a context manager: the run ends FINISHED, or FAILED if the block raises.
+
+    headlines: the metrics that MLflow shows, at most `showing.MOST`; by default those that the experiment's claims
+    quote, or the first ones of an experiment without claims. The table `findings` holds all of them.
     """
 
-    def __init__(self, connection: RetryingClient, run_id: str, experiment: str, attached: bool = False) -> None:
+    def __init__(
+        self,
+        connection: RetryingClient,
+        run_id: str,
+        experiment: str,
+        attached: bool = False,
+        headlines: Sequence[str] = (),
+    ) -> None:
         self.client, self.id, self.experiment, self.attached = connection, run_id, experiment, attached
         self.metrics: dict[str, float] = {}
         self.intervals: dict[str, tuple[float, float]] = {}
+        self._headlines = showing.Headlines(experiment, headlines)
+        self._earlier: dict[str, findings_table.Number] | None = None  # what the stored run held before this object
+        self._of_policies: dict[str, list[showing.Point]] = {}
         self._shown: dict[str, Shown] = {}
         self._error = ""
         self._unwatch: Callable[[], object] = lambda: None
@@ -146,7 +158,9 @@ class Run:
 
     @_one_sentence
     def log(self, metrics: Mapping[str, float], intervals: Mapping[str, tuple[float, float]] | None = None) -> None:
-        """Log metrics in batches; an interval of a metric becomes NAME/low and NAME/high.
+        """Log metrics; an interval of a metric becomes NAME/low and NAME/high.
+
+        All of them stand in the run's table `findings`, and MLflow's own metrics are the headlines.
 
         Raises KvlabError, before anything is logged, for a number that is not finite, an interval without its metric or
         with ends the wrong way round, and a name that MLflow cannot store.
@@ -163,17 +177,30 @@ class Run:
             numbers[f"{name}/low"], numbers[f"{name}/high"] = _finite(f"{name}/low", low), _finite(f"{name}/high", high)
             if numbers[f"{name}/low"] > numbers[f"{name}/high"]:
                 raise KvlabError(f"the interval of {name!r} has its ends the wrong way round: ({low}, {high})")
-        self._log_batch(showing.Point(name, 0, value) for name, value in numbers.items())
+        kept = {name: (numbers[f"{name}/low"], numbers[f"{name}/high"]) for name in intervals}
+        self._write_table(self.metrics | numbers, self.intervals | kept)
+        self._log_points(showing.Point(name, 0, numbers[name]) for name in self._headlines.among(numbers))
         self.metrics.update(numbers)
-        self.intervals.update({name: (numbers[f"{name}/low"], numbers[f"{name}/high"]) for name in intervals})
+        self.intervals.update(kept)
 
-    def _log_batch(self, points: Iterable[showing.Point]) -> None:
-        from mlflow.entities import Metric
+    def _write_table(self, metrics: Mapping[str, float], intervals: Mapping[str, tuple[float, float]]) -> None:
+        if self._earlier is None:
+            self._earlier = findings_table.read(self.client, self.client.get_run(self.id))
+            self._list(findings_table.FILE)
+        rows = self._earlier | findings_table.table(metrics, intervals)
+        findings_table.write(self.client, self.id, rows)
+        self.tag(findings_table.NAMES, findings_table.signed(rows))  # after the file: it says that there is one
 
-        now = int(time.time() * 1000)
-        entries = [Metric(point.name, point.value, now, point.step) for point in points]
+    def _log_points(self, points: Iterable[showing.Point]) -> None:
+        entries = showing.metrics(points)
         for first in range(0, len(entries), BATCH):
             self.client.log_batch(self.id, metrics=entries[first : first + BATCH])
+
+    def _list(self, path: str) -> None:
+        """Let MLflow's UI show a JSON file as a table."""
+        listed = json.loads(self.client.get_run(self.id).data.tags.get(LISTED, "[]"))
+        entry = {"path": path, "type": "table"}
+        self.client.set_tag(self.id, LISTED, json.dumps([*(earlier for earlier in listed if earlier != entry), entry]))
 
     @_one_sentence
     def table(self, name: str, frame: pandas.DataFrame) -> None:
@@ -190,9 +217,7 @@ class Run:
             self.client.log_artifact(self.id, str(path), "tables")
         rows = frame.head(SHOWN).to_json(orient="split", index=False, default_handler=str)
         self.client.log_text(self.id, rows, shown)
-        listed = json.loads(self.client.get_run(self.id).data.tags.get(LISTED, "[]"))
-        entry = {"path": shown, "type": "table"}
-        self.client.set_tag(self.id, LISTED, json.dumps([*(earlier for earlier in listed if earlier != entry), entry]))
+        self._list(shown)
 
     def probes(self, name: str, records: Records) -> None:
         """Keep the `records` of the probes in a live session or a replay: the tidy table as tables/NAME.parquet, and
@@ -237,7 +262,8 @@ class Run:
                 table = findings.table
                 self.log(findings.metrics, findings.intervals)
                 # None of the run's `metrics`, which claims are judged by.
-                self._log_batch(showing.curves(findings.rows))
+                for policy, points in showing.curves(findings.rows).items():
+                    self._of_policies.setdefault(policy, []).extend(points)
             if len(table):
                 self.table(name, table)
             with tempfile.TemporaryDirectory() as folder:
@@ -377,11 +403,22 @@ class Run:
                     Shown(name, None, shown.text, sentences).log(self.client, self.id)
             if story := story_of(self._shown.values()):
                 self.tag(DESCRIPTION, story)
+            self._log_points(showing.Point(name, 0, self.metrics[name]) for name in self._headlines.more(self.metrics))
+            self._log_policies()
         if not self.attached:
             if self._error and status == "FINISHED":  # a cell failed, was mended by hand, and the notebook went on
                 self.client.delete_tag(self.id, ERROR)
             self.client.set_terminated(self.id, status)
         self._unwatch()
+
+    def _log_policies(self) -> None:
+        """A run for each policy under this one, with its curves over budgets: MLflow's charts compare runs."""
+        for policy, points in self._of_policies.items():
+            tags = {"kvlab.kind": POLICY, "kvlab.policy": policy, "mlflow.parentRunId": self.id}
+            child = create_run(self.client, self.experiment, {}, tags, name=policy)
+            child._log_points(points)
+            child.finish()
+        self._of_policies.clear()
 
     @_one_sentence
     def _stopped_by(self, error: BaseException) -> None:
@@ -411,7 +448,13 @@ class Run:
         )
 
 
-def start(experiment: str, parameters: Mapping[str, Any] | None = None, **tags: object) -> Run:
+def start(
+    experiment: str,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    headlines: Sequence[str] = (),
+    **tags: object,
+) -> Run:
     """The run to log into: that of the sweep's job, if MLFLOW_RUN_ID names it, else a new one marked as interactive.
 
     In a notebook, the parameters are read from its parameters cell; texts that papermill handed over for lists become
@@ -421,6 +464,7 @@ def start(experiment: str, parameters: Mapping[str, Any] | None = None, **tags: 
     Args:
         experiment: its name.
         parameters: the parameters of the run, unless they stand in a notebook's parameters cell.
+        headlines: the metrics that MLflow shows, at most twelve; by default those that the experiment's claims quote.
         tags: anything else that identifies the numbers.
 
     Raises:
@@ -431,12 +475,13 @@ def start(experiment: str, parameters: Mapping[str, Any] | None = None, **tags: 
     with contextlib.suppress(KvlabError):
         tags[RENDERED] = content_key.showing(experiments.load(experiment).path)
     if run_id := os.environ.get("MLFLOW_RUN_ID"):
-        run = Run(client(store_uri()), run_id, experiment, attached=True)
+        run = Run(client(store_uri()), run_id, experiment, attached=True, headlines=headlines)
         for key, value in tags.items():
             run.tag(key, value)
         run.inputs(str(tags["signature"]))
         return run
-    run = create_run(client(), experiment, given, {"kvlab.kind": "interactive", **tags}, name=_name(experiment, given))
+    tags = {"kvlab.kind": "interactive", **tags}
+    run = create_run(client(), experiment, given, tags, _name(experiment, given), headlines)
     run.inputs(str(tags["signature"]))
     run.watch()
     return run
@@ -453,7 +498,12 @@ def _name(experiment: str, parameters: Mapping[str, Any]) -> str:
 
 @_one_sentence
 def create_run(
-    connection: RetryingClient, experiment: str, parameters: Mapping[str, Any], tags: Mapping[str, object], name: str
+    connection: RetryingClient,
+    experiment: str,
+    parameters: Mapping[str, Any],
+    tags: Mapping[str, object],
+    name: str,
+    headlines: Sequence[str] = (),
 ) -> Run:
     """Open a run with its parameters and the tags that every run of kvlab carries."""
     from mlflow.entities import Param, RunTag
@@ -464,7 +514,7 @@ def create_run(
         run_name=name,
         tags={key: str(value)[:LONGEST] for key, value in every.items()},
     )
-    run = Run(connection, created.info.run_id, experiment)
+    run = Run(connection, created.info.run_id, experiment, headlines=headlines)
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in parameters.items()}
     connection.log_batch(
         run.id,

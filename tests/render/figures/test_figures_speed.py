@@ -98,12 +98,17 @@ def test_first_tokens_and_answers_beside_table_a1(decoded):
 
 def test_memory_by_length_beside_the_papers_savings(decoded):
     left, right = draw.memory(ratios.memory_findings(decoded, weight_bytes=100 * 2**20), POLICIES).axes
-    stored, saved = drawing.curves(left), drawing.curves(right)
-    assert stored["full cache (transformers)"] == ([250, 1600], [250, 1600]) and stored["h2o"].y == [125, 125]
-    assert saved["h2o"].y == pytest.approx([100 * (1 - 225 / 350), 100 * (1 - 225 / 1700)])
-    assert saved["paper, compilerkv"].y == pytest.approx([100 * share for share in table_a1("memory_saved")[1]])
+    rows = [label.get_text() for label in left.get_yticklabels()]
+    assert rows == ["full cache", *POLICIES], "the largest first"
+    bars = {rows[int(line.get_ydata()[0])]: list(line.get_xdata()) for line in left.lines if len(line.get_xdata()) == 2}
+    assert bars["full cache"] == [250, 1600] and bars["h2o"] == [125, 125]
+    assert drawing.texts(left) == ["1600.0", "125.0", "125.0", "125.0"]
+    saved = drawing.curves(right)
+    alike = saved["h2o, zsmerge, compilerkv"]
+    assert alike.y == pytest.approx([100 * (1 - 225 / 350), 100 * (1 - 225 / 1700)])
+    assert saved["compilerkv's paper"].y == pytest.approx([100 * share for share in table_a1("memory_saved")[1]])
     best = papers.figure("rocketkv", "figure5")["memory_saving"].max()
-    assert saved["paper, rocketkv's best"].y == pytest.approx([100 * best] * 2)
+    assert saved["rocketkv's paper, best"].y == pytest.approx([100 * best] * 2)
 
 
 def test_what_is_printed_stands_against_arithmetic():
