@@ -69,12 +69,12 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).is_file(), target
 
 
-def test_the_citation_and_readme_name_the_version():
+def test_the_citation_and_the_pages_name_the_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert cited["version"] == kvlab.__version__ == project.version()
     assert date.fromisoformat(cited["date-released"]) <= date.today()
-    wheels = re.findall(r"kvlab-([\d.]+)-py3", (ROOT / "README.md").read_text(encoding="utf-8"))
-    assert wheels == [kvlab.__version__]
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    assert {version for text in texts for version in re.findall(r"kvlab-([\d.]+)-py3", text)} == {kvlab.__version__}
 
 
 def test_disagreements_name_claims_that_there_are():

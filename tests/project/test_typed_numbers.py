@@ -69,7 +69,7 @@ def test_a_typed_sentence_holds_no_number_that_a_run_could_change(page):
     assert not [sentence for sentence in sentences if offends(sentence)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "docs" / "results.md"], ids=lambda page: page.stem)
 def test_a_typed_sentence_gives_no_verdict_of_a_model(page):
     """The tables give it."""
     model = re.compile(r"SmolLM2|[Gg]emma|\b[01]\.5B\b|(?:all|every|each|four) models?\b")
