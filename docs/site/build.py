@@ -14,6 +14,7 @@ import json
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -85,6 +86,7 @@ SIX = (
     *("compilerkv_budgets", "tasks_at_small_budgets"),
 )
 LONGEST_TEXT = 20_000  # of a page, for the search's excerpts: characters
+LIST = ("| name | |", "|---|---|")
 BAR = "\\|"  # within a table of Markdown
 OPTIONS = "kvlab.traces.recording.Options"
 ALIASES = [
@@ -233,14 +235,14 @@ def _title(path: Path) -> str:
 def _card(name: str, gallery: Path) -> str:
     """A notebook as a card: its first figure, its finding or its subject, and its time."""
     experiment = _experiment(name)
-    seconds = experiment["profiles"]["quick"].get("seconds", 0)
+    seconds = experiment["profiles"]["quick"]["seconds"]
     title = _title(ROOT / "notebooks" / f"{name}.ipynb")
     first = min(gallery.glob(f"{name}-*.png"), key=lambda path: int(path.stem.rpartition("-")[2]))
-    words = _findings().get(name) or experiment["description"].strip()
-    time = f"{seconds} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+    words = _findings().get(name) or f"{re.split('[:;.]', experiment['description'])[0].strip()}."
+    time = f"runs {seconds} s" if seconds < 100 else f"runs {seconds / 60:.0f} minutes"
     return (
         f":::{{grid-item-card}} {title}\n:img-top: gallery/{first.name}\n:img-alt: First figure of {title}\n"
-        f":link: notebooks/{name}\n:link-type: doc\n:footer: {time if seconds else 'under a minute'}\n\n{words}\n:::"
+        f":link: notebooks/{name}\n:link-type: doc\n:footer: {time}\n\n{words}\n:::"
     )
 
 
@@ -255,9 +257,9 @@ def _commands() -> str:
         table = [f"| `{shown.replace('|', BAR)}` | {_plain(what)} |" for shown, what in filter(None, rows)]
         usage = " ".join(["kvlab", name, *command.collect_usage_pieces(context)])
         mine = [f"### kvlab {name}", "", _plain(inspect.cleandoc(command.help or "")), "", "```text", usage, "```", ""]
-        mine += ["| | |", "|---|---|", *table, ""] if table else []
+        mine += ["| argument or option | meaning |", "|---|---|", *table, ""] if table else []
         if command.epilog:
-            mine += ["```text", command.epilog.removeprefix("Examples:").strip("\n"), "```", ""]
+            mine += ["```text", textwrap.dedent(command.epilog.removeprefix("Examples:").strip("\n")), "```", ""]
         shelves.setdefault(command.rich_help_panel, []).extend(mine)
     for shelf, mine in shelves.items():
         parts += [f"## {shelf}", "", *mine]
@@ -418,15 +420,15 @@ def _reference(source: Path) -> None:
     shelves = {"kvlab": public, **NAMES}
     parts = ["# Python reference", "", "After this page you can find the page of any public name.", ""]
     for title, names in shelves.items():
-        parts += [f"## {title}", "", "| | |", "|---|---|"]
+        parts += [f"## {title}", "", *LIST]
         for name in names:
             parts.append(_listed(f"kvlab.{name}", folder, "\n".join(_explained(f"kvlab.{name}"))))
         parts.append("")
-    parts += ["## Types in signatures", "", "| | |", "|---|---|"]
+    parts += ["## Types in signatures", "", *LIST]
     options = "\n".join(["```{eval-rst}", f".. autoclass:: {OPTIONS}", "   :members:", "   :undoc-members:", "```"])
     parts.append(_listed(OPTIONS, folder, options))
     parts += [_listed(alias, folder, "\n".join(_explained(alias))) for alias in ALIASES]
-    parts += ["", "## Modules", "", "| | |", "|---|---|"]
+    parts += ["", "## Modules", "", *LIST]
     for title, modules in MODULES.items():
         for module in modules:
             text = "\n".join(["```{eval-rst}", f".. automodule:: {module}", "   :members:", "```"])
