@@ -36,7 +36,7 @@ from kvlab.workbench.report.paper_summary import quoted
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-DOORS = ("learn", "do", "understand", "look_up")
+DOORS = ("learn", "do", "look_up", "understand")
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 # What the public names take and give, what a policy or a task of one's own meets, and what else people import by name.
 NAMES = {
@@ -153,8 +153,8 @@ def _doors(source: Path) -> None:
         if door == DOORS[-1]:
             for path in sorted((source / "docs").glob("*.md")):
                 if path.stem not in named and f"](docs/{path.name})" not in text:
-                    title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-                    text += f"| [{title}](docs/{path.name}) | |\n"
+                    title, opening = path.read_text(encoding="utf-8").split("\n\n")[:2]
+                    text += f"| [{title.removeprefix('# ')}](docs/{path.name}) | {' '.join(opening.split())} |\n"
         found = re.findall(r"\[([^\]]+)\]\((\S+)\.md\)", text)
         named |= {Path(name).name for _, name in found}
         entries = "\n".join(f"{title} <{name}>" for title, name in found)
