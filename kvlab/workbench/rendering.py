@@ -127,6 +127,8 @@ def _shown(path: Path, run: Run, load: Load, rendered: Rendered) -> dict[str, Sh
         nodes = list(ast.walk(statement))
         for call in (call for node in nodes if (call := recorded(node)) is not None):
             name = ast.literal_eval(call.args[0])
+            if recorded(statement) is None and _variable(call) is not None and load(name) is None:
+                continue  # the run did not take this branch
             _bind(call, names, load)
             _add(call, found.setdefault(name, Shown(name)), names, rendered)
         for call in (node for node in nodes if isinstance(node, ast.Call) and notebooks.method_of_run(node) == "tell"):

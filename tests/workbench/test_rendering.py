@@ -113,6 +113,16 @@ def test_changed_colour_and_word_are_rendered_without_the_model(run, project, tm
     assert findings_table.numbers(again) == findings_table.numbers(found)
 
 
+def test_a_branch_that_the_run_did_not_take_is_no_picture_that_failed(run, project):
+    skipped = """over = None
+if seed > 100:
+    over = measure(lm)
+    run.record("over", over, figure=drawn(over.table, "red"))"""
+    notebook(project / "notebooks" / "toy.ipynb", cell(PARAMETERS, "parameters"), cell(MEASURED), cell(skipped))
+    rendered = rendering.render(run.client, run.client.get_run(run.id))
+    assert (rendered.made, rendered.left) == ([], {})
+
+
 def test_the_same_code_renders_the_same_bytes(run, project, tmp_path):
     rendering.render(run.client, run.client.get_run(run.id))
     first = stored(run, "figures", tmp_path)
