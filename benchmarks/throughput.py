@@ -91,7 +91,7 @@ def bytes_of(policy: kvlab.Policy, config: Any, length: int) -> tuple[float, flo
     policy.compress(store, Prompt(*prompt, layers=(0,), n_layers=1, max_new_tokens=1))
     slots = append_and_select(policy, store, *(x[:, :, -1:] for x in (queries, keys, values)), scaling=None)
     heads = config.num_hidden_layers * config.num_key_value_heads
-    stored, read = store.kv_bytes + store.aux_bytes, store.bytes_of(slots) + policy.overhead_bytes(store)
+    stored, read = store.kv_bytes + store.aux_bytes, store.bytes_of(slots) + int(policy.overhead_bytes(store))
     return heads * stored, heads * read
 
 

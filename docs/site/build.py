@@ -14,6 +14,7 @@ import json
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -35,7 +36,7 @@ from kvlab.workbench.report.paper_summary import quoted
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-DOORS = ("learn", "do", "understand", "look_up")
+DOORS = ("learn", "do", "look_up", "understand")
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 # What the public names take and give, what a policy or a task of one's own meets, and what else people import by name.
 NAMES = {
@@ -85,6 +86,7 @@ SIX = (
     *("compilerkv_budgets", "tasks_at_small_budgets"),
 )
 LONGEST_TEXT = 20_000  # of a page, for the search's excerpts: characters
+LIST = ("| name | |", "|---|---|")
 BAR = "\\|"  # within a table of Markdown
 OPTIONS = "kvlab.traces.recording.Options"
 ALIASES = [
@@ -151,8 +153,8 @@ def _doors(source: Path) -> None:
         if door == DOORS[-1]:
             for path in sorted((source / "docs").glob("*.md")):
                 if path.stem not in named and f"](docs/{path.name})" not in text:
-                    title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-                    text += f"| [{title}](docs/{path.name}) | |\n"
+                    title, opening = path.read_text(encoding="utf-8").split("\n\n")[:2]
+                    text += f"| [{title.removeprefix('# ')}](docs/{path.name}) | {' '.join(opening.split())} |\n"
         found = re.findall(r"\[([^\]]+)\]\((\S+)\.md\)", text)
         named |= {Path(name).name for _, name in found}
         entries = "\n".join(f"{title} <{name}>" for title, name in found)
@@ -233,14 +235,14 @@ def _title(path: Path) -> str:
 def _card(name: str, gallery: Path) -> str:
     """A notebook as a card: its first figure, its finding or its subject, and its time."""
     experiment = _experiment(name)
-    seconds = experiment["profiles"]["quick"].get("seconds", 0)
+    seconds = experiment["profiles"]["quick"]["seconds"]
     title = _title(ROOT / "notebooks" / f"{name}.ipynb")
     first = min(gallery.glob(f"{name}-*.png"), key=lambda path: int(path.stem.rpartition("-")[2]))
-    words = _findings().get(name) or experiment["description"].strip()
-    time = f"{seconds} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+    words = _findings().get(name) or f"{re.split('[:;.]', experiment['description'])[0].strip()}."
+    time = f"runs {seconds} s" if seconds < 100 else f"runs {seconds / 60:.0f} minutes"
     return (
         f":::{{grid-item-card}} {title}\n:img-top: gallery/{first.name}\n:img-alt: First figure of {title}\n"
-        f":link: notebooks/{name}\n:link-type: doc\n:footer: {time if seconds else 'under a minute'}\n\n{words}\n:::"
+        f":link: notebooks/{name}\n:link-type: doc\n:footer: {time}\n\n{words}\n:::"
     )
 
 
@@ -255,9 +257,9 @@ def _commands() -> str:
         table = [f"| `{shown.replace('|', BAR)}` | {_plain(what)} |" for shown, what in filter(None, rows)]
         usage = " ".join(["kvlab", name, *command.collect_usage_pieces(context)])
         mine = [f"### kvlab {name}", "", _plain(inspect.cleandoc(command.help or "")), "", "```text", usage, "```", ""]
-        mine += ["| | |", "|---|---|", *table, ""] if table else []
+        mine += ["| argument or option | meaning |", "|---|---|", *table, ""] if table else []
         if command.epilog:
-            mine += ["```text", command.epilog.removeprefix("Examples:").strip("\n"), "```", ""]
+            mine += ["```text", textwrap.dedent(command.epilog.removeprefix("Examples:").strip("\n")), "```", ""]
         shelves.setdefault(command.rich_help_panel, []).extend(mine)
     for shelf, mine in shelves.items():
         parts += [f"## {shelf}", "", *mine]
@@ -418,15 +420,15 @@ def _reference(source: Path) -> None:
     shelves = {"kvlab": public, **NAMES}
     parts = ["# Python reference", "", "After this page you can find the page of any public name.", ""]
     for title, names in shelves.items():
-        parts += [f"## {title}", "", "| | |", "|---|---|"]
+        parts += [f"## {title}", "", *LIST]
         for name in names:
             parts.append(_listed(f"kvlab.{name}", folder, "\n".join(_explained(f"kvlab.{name}"))))
         parts.append("")
-    parts += ["## Types in signatures", "", "| | |", "|---|---|"]
+    parts += ["## Types in signatures", "", *LIST]
     options = "\n".join(["```{eval-rst}", f".. autoclass:: {OPTIONS}", "   :members:", "   :undoc-members:", "```"])
     parts.append(_listed(OPTIONS, folder, options))
     parts += [_listed(alias, folder, "\n".join(_explained(alias))) for alias in ALIASES]
-    parts += ["", "## Modules", "", "| | |", "|---|---|"]
+    parts += ["", "## Modules", "", *LIST]
     for title, modules in MODULES.items():
         for module in modules:
             text = "\n".join(["```{eval-rst}", f".. automodule:: {module}", "   :members:", "```"])

@@ -1,6 +1,8 @@
 """Sphinx reads this from the staged pages that `build.py` makes."""
 
+import importlib
 import re
+from functools import reduce
 
 from docutils import nodes
 from sphinx import addnodes
@@ -102,18 +104,23 @@ def _fences(app, what, name, obj, options, lines):
 
 
 def _short_places(app, doctree):
-    """More places for what a module of ours holds: as if `kvlab`, and each package around it, handed it on.
+    """More places for a name of ours: as if its module, and each package around it, handed it on.
 
     A module's source links back to all of its names in one way, that of the first, which may be one that is handed on.
     """
     taken = {place for node in doctree.findall(addnodes.desc_signature) for place in node["ids"]}
     for node in doctree.findall(addnodes.desc_signature):
-        parts = str(node.get("module")).split(".")
-        for count in range(1, len(parts)) if parts[0] == "kvlab" else ():
-            short = ".".join([*parts[:count], str(node.get("fullname"))])
-            if short not in taken:
-                node["ids"].append(short)
-                taken.add(short)
+        module, name = str(node.get("module")), str(node.get("fullname"))
+        if module.partition(".")[0] != "kvlab":
+            continue
+        made = reduce(lambda held, part: getattr(held, part, None), name.split("."), importlib.import_module(module))
+        for home in (module, str(getattr(made, "__module__", ""))):
+            parts = home.split(".")
+            for count in range(1, len(parts) + 1) if parts[0] == "kvlab" else ():
+                place = ".".join([*parts[:count], name])
+                if place not in taken:
+                    node["ids"].append(place)
+                    taken.add(place)
 
 
 def _modules_with_source(app):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from kvlab.core import onednn
 from kvlab.core.softmax import Scaling, Softmax
@@ -137,6 +138,8 @@ def attend(
         return _attend_by_blocks(queries, keys, values, softmax)
     if padding is None and mask is None and 1 < n < length and FUSED is not None and queries.is_cpu:
         return _attend_past_and_own(queries, keys, values, softmax)
+    if padding is None and mask is None and 1 < n < length and queries.device.type == "cuda":
+        return _attend_aligned(queries, keys, values, softmax)
     plain_causal = padding is None and mask is None and n == length and n > 1
     if mask is None and (padding is not None or (n > 1 and not plain_causal)):
         mask = last_visible(n, length, queries.device)
@@ -226,6 +229,19 @@ def _attend_past_and_own(queries: Tensor, keys: Tensor, values: Tensor, softmax:
     of_past, past_sums = FUSED(*past, 0.0, False, scale=scale)
     share = (past_sums.reshape(own_sums.shape) - own_sums).sigmoid()[..., None]
     return torch.lerp(exact(output), exact(of_past.view(output.shape)), exact(share)).to(queries.dtype)
+
+
+def _attend_aligned(queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+    """The output where `n` queries come after others, by a kernel that aligns its causal mask with the last key.
+
+    With a mask of n x length no fused kernel of CUDA takes grouped heads, and what does writes down all weights. Where
+    no kernel aligns (another precision or head size), torch makes the mask.
+    """
+    mask = causal_lower_right(queries.shape[-2], keys.shape[-2])
+    group = queries.shape[-3] // keys.shape[-3]
+    return F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, scale=softmax.factor, enable_gqa=group > 1
+    )
 
 
 def _attend_by_chunks(

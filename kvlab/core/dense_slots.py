@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvlab.core.packed_slots import PackedSlots
-from kvlab.core.slots import EMPTY, as_numpy, growing_capacity, pick, tight_capacity
+from kvlab.core.slots import EMPTY, as_numpy, growing_capacity, on_device, pick, tight_capacity
 
 
 class DenseSlots:
@@ -108,9 +108,13 @@ class DenseSlots:
         self.append({name: x.unflatten(0, (*self.shape, counts[0])) for name, x in new.items()}, counts[0])
         return self
 
-    def evict(self, keep: Tensor) -> DenseSlots | PackedSlots:
-        """Keep only the slots `keep` `[rows, kv_heads, n]`, ascending, -1 at the end where a head keeps fewer."""
-        if bool((keep == EMPTY).any()):
+    def evict(self, keep: Tensor, even: bool = False) -> DenseSlots | PackedSlots:
+        """Keep only the slots `keep` `[rows, kv_heads, n]`, ascending, -1 at the end where a head keeps fewer.
+
+        Args:
+            even: no head keeps fewer, so that nobody has to look.
+        """
+        if not even and bool((keep == EMPTY).any()):
             return PackedSlots.picked(self, keep)
         n = keep.shape[2]
         anew = not self._owned or not self.start + n <= self.capacity <= 2 * n + 64
@@ -143,7 +147,7 @@ class DenseSlots:
             self._close(slot)
             return self
         rest = torch.arange(self.length - 1, device=slot.device).expand(*slot.shape, self.length - 1)
-        return self.evict(rest + (rest >= slot[..., None]))
+        return self.evict(rest + (rest >= slot[..., None]), even=True)
 
     def cut(self, first: list[int], n: list[int]) -> DenseSlots | PackedSlots:
         """Evict `n` slots of each head from slot `first` on, head by head."""
@@ -152,7 +156,7 @@ class DenseSlots:
         if len(set(first)) == len(set(n)) == 1:
             return self._cut(first[0], n[0])
         if set(n) == {1}:
-            return self.drop(torch.tensor(first, device=self._any.device).view(self.shape))
+            return self.drop(on_device(first, self._any.device).view(self.shape))
         return self._packed().cut(first, n)
 
     def _cut(self, slot: int, n: int) -> DenseSlots:

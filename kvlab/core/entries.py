@@ -88,8 +88,10 @@ class Entries(Protocol):
         """How many tokens there may have been before `quantise` changes an entry that is there."""
         ...
 
-    def evict(self, keep: Tensor) -> None:
-        """Keep only the slots `keep` `[rows, kv_heads, n]`, ascending, -1 at the end where a head keeps fewer."""
+    def evict(self, keep: Tensor, even: bool = False) -> None:
+        """Keep only the slots `keep` `[rows, kv_heads, n]`, ascending, -1 at the end where a head keeps fewer; `even`:
+        none does.
+        """
         ...
 
     def drop(self, slot: Tensor | int) -> None:
@@ -126,8 +128,8 @@ class Entries(Protocol):
         """The keys' part of `kv_bytes`."""
         ...
 
-    def bytes_of(self, slots: Tensor) -> int:
-        """Bytes that reading the slots `[rows, kv_heads, n]` loads; nothing for -1."""
+    def bytes_of(self, slots: Tensor) -> int | Tensor:
+        """Bytes that reading the slots `[rows, kv_heads, n]` loads; nothing for -1. A GPU's answer may stay there."""
         ...
 
     @property
@@ -253,8 +255,8 @@ class AsIs:
     def next_quantisation(self) -> int:
         return torch.iinfo(torch.int64).max
 
-    def evict(self, keep: Tensor) -> None:
-        self.slots = self.slots.evict(keep)
+    def evict(self, keep: Tensor, even: bool = False) -> None:
+        self.slots = self.slots.evict(keep, even)
 
     def drop(self, slot: Tensor | int) -> None:
         self.slots = self.slots.drop(slot)
@@ -291,8 +293,8 @@ class AsIs:
     def key_bytes(self) -> int:
         return self.slots.total * self.entry_bytes(KEYS) + self.fixed_bytes // 2
 
-    def bytes_of(self, slots: Tensor) -> int:
-        n = int((slots >= 0).sum()) if padded(slots) else slots.numel()
+    def bytes_of(self, slots: Tensor) -> int | Tensor:
+        n = (slots >= 0).sum() if padded(slots) else slots.numel()
         return n * self.entry_bytes() + self.fixed_bytes
 
     @property

@@ -299,7 +299,7 @@ class Kivi:
     def next_quantisation(self) -> int:
         return self._next
 
-    def evict(self, keep: Tensor) -> None:
+    def evict(self, keep: Tensor, even: bool = False) -> None:
         split = self._split()[..., None]
         rounded = (keep != EMPTY) & (keep < split)
         before, n = rounded.sum(-1, keepdim=True), (keep != EMPTY).sum(-1, keepdim=True)
@@ -355,7 +355,7 @@ class Kivi:
     def key_bytes(self) -> int:
         return self.old.key_bytes + self.new.key_bytes
 
-    def bytes_of(self, slots: Tensor) -> int:
+    def bytes_of(self, slots: Tensor) -> int | Tensor:
         split = self._split()[..., None]
         older = slots.masked_fill(slots >= split, EMPTY)
         newer = (slots - split).masked_fill(slots < split, EMPTY)

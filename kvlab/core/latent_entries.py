@@ -80,8 +80,8 @@ class LatentEntries:
     def next_quantisation(self) -> int:
         return self._keys.next_quantisation
 
-    def evict(self, keep: Tensor) -> None:
-        self._keys.evict(keep)
+    def evict(self, keep: Tensor, even: bool = False) -> None:
+        self._keys.evict(keep, even)
 
     def drop(self, slot: Tensor | int) -> None:
         self._keys.drop(slot)
@@ -112,7 +112,7 @@ class LatentEntries:
         """All of them: a value is a part of its key."""
         return self._keys.kv_bytes
 
-    def bytes_of(self, slots: Tensor) -> int:
+    def bytes_of(self, slots: Tensor) -> int | Tensor:
         return self._keys.bytes_of(slots)
 
     @property

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvlab.core.slots import EMPTY, as_numpy, blank, growing_capacity, tight_capacity
+from kvlab.core.slots import EMPTY, as_numpy, blank, growing_capacity, on_device, tight_capacity
 
 
 class Slots(Protocol):
@@ -139,11 +139,11 @@ class PackedSlots:
         """Add `counts` slots to the heads: `[sum of counts, ...]` of each tensor, head by head."""
         self._reserve(counts)
         ends = [start + count for start, count in zip(self._starts, self.counts, strict=True)]
+        device = next(iter(self.tensors.values())).device
         if set(counts) == {1}:
-            slots = torch.tensor(ends)
+            slots = on_device(ends, device)
         else:
-            slots = torch.cat([torch.arange(end, end + n) for end, n in zip(ends, counts, strict=True)])
-        slots = slots.to(next(iter(self.tensors.values())).device)
+            slots = torch.cat([torch.arange(end, end + n) for end, n in zip(ends, counts, strict=True)]).to(device)
         for name, entries in new.items():
             if isinstance(entries, int):
                 self.tensors[name].index_fill_(0, slots, entries)
@@ -152,10 +152,12 @@ class PackedSlots:
         self.counts = [count + n for count, n in zip(self.counts, counts, strict=True)]
         return self
 
-    def evict(self, keep: Tensor) -> PackedSlots:
-        """Keep only the slots `keep` `[rows, kv_heads, n]`, ascending, -1 at the end where a head keeps fewer."""
+    def evict(self, keep: Tensor, even: bool = False) -> PackedSlots:
+        """Keep only the slots `keep` `[rows, kv_heads, n]`, ascending, -1 at the end where a head keeps fewer; `even`
+        heads are not looked at otherwise.
+        """
         # Slots that a head does not have are empty, too.
-        counts = torch.tensor(self.counts, device=keep.device).view(self.shape)[..., None]
+        counts = on_device(self.counts, keep.device).view(self.shape)[..., None]
         return PackedSlots.picked(self, keep.masked_fill(keep >= counts, EMPTY))
 
     def drop(self, slot: Tensor | int) -> PackedSlots:
@@ -182,7 +184,7 @@ class PackedSlots:
         """Overwrite one slot `[rows, kv_heads]` of every head with `[rows, kv_heads, ...]` of each tensor, or of those
         `heads` (bool, `[rows, kv_heads]`) only.
         """
-        slots = slot + torch.tensor(self._starts, device=slot.device).view(self.shape)
+        slots = slot + on_device(self._starts, slot.device).view(self.shape)
         wanted = torch.ones(self.shape, dtype=torch.bool, device=slot.device) if heads is None else heads
         for name, entry in new.items():
             self.tensors[name].index_copy_(0, slots[wanted], entry[wanted].to(self.tensors[name].dtype))

@@ -88,9 +88,9 @@ class Pair:
     def next_quantisation(self) -> int:
         return min(self._keys.next_quantisation, self._values.next_quantisation)
 
-    def evict(self, keep: Tensor) -> None:
-        self._keys.evict(keep)
-        self._values.evict(keep)
+    def evict(self, keep: Tensor, even: bool = False) -> None:
+        self._keys.evict(keep, even)
+        self._values.evict(keep, even)
 
     def drop(self, slot: Tensor | int) -> None:
         self._keys.drop(slot)
@@ -126,7 +126,7 @@ class Pair:
     def key_bytes(self) -> int:
         return self._keys.kv_bytes
 
-    def bytes_of(self, slots: Tensor) -> int:
+    def bytes_of(self, slots: Tensor) -> int | Tensor:
         return self._keys.bytes_of(slots) + self._values.bytes_of(slots)
 
     @property

@@ -51,10 +51,20 @@ def _reaching(scores: Tensor, k: int | Tensor, widest: int) -> Tensor | None:
 def _reaching_by_torch(scores: Tensor, k: int | Tensor, widest: int) -> Tensor | None:
     if isinstance(k, Tensor):
         return None
-    short = scores < scores.topk(widest, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    # Two dimensions and not all: `nonzero` writes an index for each.
-    found = (~short).reshape(-1, scores.shape[-1]).nonzero()
-    return found[:, 1].view(*scores.shape[:-1], widest) if len(found) == scores[..., :widest].numel() else None
+    least, unknown = scores.topk(widest, dim=-1).values[..., -1:], scores.isnan()
+    above = (scores > least) | (unknown & ~least.isnan())
+    equal = (scores == least) | (unknown & least.isnan())
+    chosen = above | (equal & (equal.cumsum(-1) <= widest - above.sum(-1, keepdim=True)))
+    return compacted(torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape), chosen, widest)
+
+
+def compacted(values: Tensor, chosen: Tensor, n: int) -> Tensor:
+    """The `n` values of each row that are chosen, in their order: `[..., m]` and bool `[..., m]` -> `[..., n]`."""
+    if values.is_cpu:
+        return values[chosen].view(*values.shape[:-1], n)
+    # A GPU would have to say how many are chosen before anything else could be asked of it.
+    place = chosen.cumsum(-1).masked_fill(~chosen, n + 1) - 1
+    return values.new_empty(*values.shape[:-1], n + 1).scatter_(-1, place, values)[..., :n]
 
 
 def _reaching_by_numpy(scores: Tensor, k: int | Tensor, widest: int) -> Tensor | None:

@@ -15,9 +15,33 @@ KEYS, VALUES, POSITIONS = "keys", "values", "positions"
 
 
 def padded(slots: Tensor) -> bool:
-    """Whether any of the slots stands for none."""
+    """Whether any of the slots may stand for none; on a GPU always, since to know it would mean to wait for it."""
     # A single reduction takes a third of the time of a comparison and `any`, and this is asked at every step.
-    return slots.numel() > 0 and int(slots.min()) < 0
+    return slots.numel() > 0 and (not slots.is_cpu or int(slots.min()) < 0)
+
+
+def on_cpu(slots: Tensor) -> Tensor:
+    """Slots or positions `[..., n]` on the CPU. Of those of a GPU the last columns go that stand for none in any row:
+    to know earlier how many there are would have meant to wait for it.
+    """
+    if slots.is_cpu:
+        return slots
+    here = slots.cpu()
+    used = (here != EMPTY).flatten(0, -2).any(0).nonzero()
+    return here[..., : int(used[-1]) + 1 if len(used) else 0]
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers of all heads, int64 `[heads]`, to be read. Numbers that grow alike are copied to a GPU once, since a copy
+    waits for it.
+    """
+    first = numbers[0]
+    return _apart(tuple(n - first for n in numbers), device) + first
+
+
+@lru_cache(maxsize=1024)
+def _apart(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, device=device)
 
 
 def pick(tensor: Tensor, slots: Tensor) -> Tensor:

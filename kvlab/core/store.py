@@ -17,7 +17,7 @@ from torch import Tensor
 from kvlab.core.dense_slots import DenseSlots, RecordedSlots
 from kvlab.core.entries import AsIs, Entries, Run
 from kvlab.core.latent_entries import LatentEntries
-from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, check_dropped, check_kept, pick
+from kvlab.core.slots import EMPTY, KEYS, POSITIONS, VALUES, check_dropped, check_kept, on_device, pick
 from kvlab.core.storage import AS_IS, Storage, converted
 from kvlab.errors import KvlabError
 from kvlab.lib.renamed import Renamed
@@ -47,7 +47,7 @@ class LayerStore:
         seen: how many tokens were ever appended, which is also the next token's position by default.
         repeats: sets of entries that stand for one KV head of the model, see `expand`.
         storage, guard: in what form keys and values are held, see `set_storage`; who evicts, where that is checked.
-        rounded, bytes_read: whether a storage may ever have rounded an entry; what the last decoding step loaded.
+        rounded: whether a storage may ever have rounded an entry.
     """
 
     hold = Renamed("set_storage")
@@ -72,7 +72,9 @@ class LayerStore:
         self.scratch: dict[str, Tensor] = {}
         self.numbers: dict[str, int] = {}
         self._budget: int | None = None
-        self.seen, self.repeats, self.bytes_read = length, 1, 0
+        self.seen, self.repeats = length, 1
+        self._bytes_read: int | Tensor = 0
+        self._merged: bool | None = False  # None where it is not known
 
     @classmethod
     def preallocated(cls, keys: Tensor, values: Tensor) -> LayerStore:
@@ -261,7 +263,14 @@ class LayerStore:
     @property
     def counts(self) -> Tensor:
         """`[rows, kv_heads]`: entries of each head."""
-        return torch.tensor(self._entries.counts, device=self.device).view(self._entries.shape)
+        if not self.ragged:
+            return torch.full(self._entries.shape, self.length, device=self.device)
+        return on_device(self._entries.counts, self.device).view(self._entries.shape)
+
+    @property
+    def head_counts(self) -> list[int]:
+        """Entries of each head, row by row, as numbers that no GPU has to be asked for."""
+        return self._entries.counts
 
     # ------------------------------------------------------------------ bytes
 
@@ -288,7 +297,21 @@ class LayerStore:
 
     def bytes_of(self, slots: Tensor | None) -> int:
         """What reading the slots `[rows, kv_heads, n]` loads, -1 for none; everything that is stored for None."""
+        return int(self._bytes_of(slots))
+
+    def _bytes_of(self, slots: Tensor | None) -> int | Tensor:
         return self._entries.kv_bytes if slots is None else self._entries.bytes_of(slots)
+
+    @property
+    def bytes_read(self) -> int:
+        """What the last decoding step loaded; 0 before there was one."""
+        return int(self._bytes_read)
+
+    def note_read(self, slots: Tensor | None, overhead: int | Tensor) -> None:
+        """Note that a step reads these slots, as `bytes_of`, and other bytes besides; a GPU is asked once somebody asks
+        for `bytes_read`.
+        """
+        self._bytes_read = self._bytes_of(slots) + overhead
 
     @property
     def aux_bytes(self) -> int:
@@ -302,7 +325,15 @@ class LayerStore:
     @property
     def merged(self) -> bool:
         """Whether any entry stands for several tokens."""
-        return self.has_column(FUSIONS) and bool(((self.fusion_counts != 1) & self.occupied).any())
+        if self._merged is None:
+            # Asked for at every step: a GPU is asked only where something may have changed.
+            self._merged = self.has_column(FUSIONS) and bool(((self.fusion_counts != 1) & self.occupied).any())
+        return self._merged
+
+    @property
+    def may_be_merged(self) -> bool:
+        """Whether any entry may stand for several tokens: `merged`, without a look at the entries."""
+        return self.has_column(FUSIONS)
 
     @property
     def allocated_bytes(self) -> int:
@@ -330,14 +361,19 @@ class LayerStore:
         if self._aux is not None:
             self._aux.append({name: int(name == FUSIONS) for name in self._aux.tensors}, n)
 
-    def evict(self, keep: Tensor) -> None:
-        """Keep only the slots `keep` `[rows, kv_heads, n]`, ascending, -1 at the end where a head keeps fewer."""
+    def evict(self, keep: Tensor, even: bool = False) -> None:
+        """Keep only the slots `keep` `[rows, kv_heads, n]`, ascending, -1 at the end where a head keeps fewer.
+
+        Args:
+            even: every head keeps `n`. Said by a policy that knows it, which spares a GPU the question.
+        """
         if not self.length:
             return
         check_kept(self.guard, keep, self._entries.shape, self.length)
-        self._entries.evict(keep)
+        self._note_fewer()
+        self._entries.evict(keep, even)
         if self._aux is not None:
-            aux = self._aux.evict(keep.clamp_min(0))
+            aux = self._aux.evict(keep.clamp_min(0), even=True)
             assert isinstance(aux, DenseSlots), "every head keeps equally many columns"
             self._aux = aux
             self._blank()
@@ -345,6 +381,9 @@ class LayerStore:
     def drop(self, slot: Tensor | int) -> None:
         """Evict one slot of every head: the same one, or `[rows, kv_heads]` of them."""
         check_dropped(self.guard, slot, self._entries.shape, self.length)
+        if self.device.type == "cpu":
+            # One entry leaves at a step, and a GPU is not asked at each whether it was the last merged one.
+            self._note_fewer()
         self._entries.drop(slot)
         if self._aux is not None:
             self._aux.drop(slot)
@@ -353,10 +392,11 @@ class LayerStore:
     def cut(self, first: int, n: Tensor) -> None:
         """Evict `n` `[rows, kv_heads]` slots of each head from slot `first` on."""
         lost = n.flatten().tolist()
+        self._note_fewer()
         if self._aux is not None:
-            slots = torch.arange(self.length, device=n.device)
-            slots = (slots + (slots >= first) * n[..., None]).clamp_max(self.length - 1)
-            self._aux.evict(slots)
+            slots = torch.arange(self.length, device=self.device)
+            slots = (slots + (slots >= first) * n[..., None].to(self.device)).clamp_max(self.length - 1)
+            self._aux.evict(slots, even=True)
         self._entries.cut([first] * len(lost), lost)
         self._blank()
 
@@ -367,6 +407,7 @@ class LayerStore:
         if not 0 <= length <= self.length:
             raise ValueError(f"a store of {self.length} slots cannot be truncated to {length}")
         n = self.length - length
+        self._note_fewer()
         self._entries.truncate(n)
         self.seen -= n
         if self._aux is not None:
@@ -390,6 +431,7 @@ class LayerStore:
         total = counts.sum(-1, keepdim=True)
         means = [(some * counts[..., None]).sum(2) / total for some in self.gather(slots)]
         self._entries.put(target, *means)
+        self._merged = self._merged or source.shape[-1] > 0
         self.fusion_counts.scatter_(2, into, total)
         for name, how in (columns or {}).items():
             column = pick(self.column(name), slots)
@@ -420,6 +462,7 @@ class LayerStore:
             return torch.where(total[..., None] > counts[..., None], summed / total[..., None], entries).to(self.dtype)
 
         self._rewrite(means(self.keys) if keys else self.keys, means(self.values))
+        self._merged = None
         self.fusion_counts.copy_(torch.where(total > 0, total, counts.clamp_min(1)))
 
     def rewrite_keys(self, keys: Tensor) -> None:
@@ -460,6 +503,7 @@ class LayerStore:
 
     def reorder(self, rows: Tensor) -> None:
         """Take the sequences `rows` in place of the present ones (beam search)."""
+        self._note_fewer()
         self._entries.reorder(rows)
         if self._aux is not None:
             self._aux.reorder(rows)
@@ -471,6 +515,10 @@ class LayerStore:
         for name in self._columns:
             self.remove_column(name)
         self.memory, self.scratch, self.numbers, self._budget = {}, {}, {}, None
+
+    def _note_fewer(self) -> None:
+        """Entries may leave: whether merged ones are among those that stay is not known."""
+        self._merged = None if self._merged else self._merged
 
     def _blank(self) -> None:
         """Keep the columns as long as the fullest head, and blank where a head has no entry."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvlab.core import attention, ranking
+from kvlab.core.slots import on_cpu
 from kvlab.core.softmax import Scaling, Softmax
 from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError, nearest
@@ -95,7 +96,8 @@ class Seen:
     @cached_property
     def read(self) -> Tensor:
         """Positions read, `[rows, kv_heads, n]`, -1 padded."""
-        return self.step.read(self.store).to(self._device)
+        read = self.step.read(self.store)
+        return on_cpu(read) if self._device.type == "cpu" else read
 
     @cached_property
     def output(self) -> Tensor:
@@ -220,10 +222,10 @@ class Bytes(Probe):
 
     def look(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
         store, slots = seen.store, seen.step.slots
-        self._add("read_bytes", store.bytes_of(slots) + seen.policy.overhead_bytes(store), records, where)
+        self._add("read_bytes", store.bytes_of(slots) + int(seen.policy.overhead_bytes(store)), records, where)
 
     def look_after(self, seen: Seen, records: Records, where: dict[str, Any]) -> None:
-        stored = seen.store.kv_bytes + seen.store.aux_bytes - seen.policy.discount_bytes(seen.store)
+        stored = seen.store.kv_bytes + seen.store.aux_bytes - int(seen.policy.discount_bytes(seen.store))
         self._add("stored_bytes", stored, records, where)
 
     def _add(self, name: str, value: int, records: Records, where: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kvlab.core.slots import on_cpu
 from kvlab.errors import KvlabError
 from kvlab.lib import extras
 from kvlab.lib.files import replacing
@@ -52,7 +53,7 @@ class Records:
 
     def add_positions(self, positions: Tensor, *, step: int, layer: int | None, rows: list[int]) -> None:
         """What a step read, `[rows, kv_heads, n]`, -1 padded."""
-        for row, row_positions in zip(rows, positions.cpu(), strict=True):
+        for row, row_positions in zip(rows, on_cpu(positions), strict=True):
             self._positions[self._prompt, *self._sequence_and_layer(row, layer), step] = row_positions
 
     def positions(self, layer: int, step: int, sequence: int = 0, prompt: int | None = None) -> Tensor:

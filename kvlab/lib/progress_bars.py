@@ -120,7 +120,7 @@ def layers(modules: Sequence[nn.Module], total: int, label: str, progress: bool 
 
 
 @contextmanager
-def arriving(bar: Any, folder: Path, size: float, unit: float) -> Iterator[None]:
+def arriving(bar: Any, folder: Path, size: int, unit: int) -> Iterator[None]:
     """Move a bar by what arrives in a folder while the block runs.
 
     Args:
@@ -134,7 +134,7 @@ def arriving(bar: Any, folder: Path, size: float, unit: float) -> Iterator[None]
         while not over.wait(0.5):
             with contextlib.suppress(OSError):  # a file may go while its size is asked for
                 here = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-                bar.update(begun + min(here, size) / unit - bar.n)
+                bar.update(begun + min(here, size) // unit - bar.n)
 
     ticking = threading.Thread(target=tick, daemon=True)
     ticking.start()
@@ -143,7 +143,7 @@ def arriving(bar: Any, folder: Path, size: float, unit: float) -> Iterator[None]
     finally:
         over.set()
         ticking.join()
-    bar.update(begun + size / unit - bar.n)
+    bar.update(begun + size // unit - bar.n)
 
 
 @contextmanager

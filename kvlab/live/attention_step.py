@@ -125,7 +125,7 @@ class Attending:
         """One decoding step of one group: attend, let the probes look, and let the policy update its store."""
         store, policy, reports = group.store, group.policy or self._policy, self._reports
         attended = decode(policy, store, queries, keys, values, call.softmax, weigh=reports.needs_weights)
-        store.bytes_read = store.bytes_of(attended.slots) + policy.overhead_bytes(store)
+        store.note_read(attended.slots, policy.overhead_bytes(store))
         if not reports.probes:
             policy.step(store, attended.weights)
             group.note_loss()

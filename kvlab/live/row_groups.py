@@ -33,7 +33,7 @@ class Group:
     def kv_bytes(self, policy: Policy) -> int:
         """Bytes of what is stored of keys and values; `policy` is the session's."""
         policy = self.policy or policy
-        return self.store.kv_bytes - (policy.discount_bytes(self.store) if self.store.compressed else 0)
+        return self.store.kv_bytes - (int(policy.discount_bytes(self.store)) if self.store.compressed else 0)
 
     def numbers(self, batch: int) -> list[int]:
         return list(range(batch)) if self.rows is None else self.rows.tolist()

@@ -136,10 +136,10 @@ class Chain(Policy):
 
     # ------------------------------------------------------------------ bytes
 
-    def overhead_bytes(self, store: LayerStore) -> int:
+    def overhead_bytes(self, store: LayerStore) -> int | Tensor:
         return super().overhead_bytes(store) - self.discount_bytes(store)
 
-    def discount_bytes(self, store: LayerStore) -> int:
+    def discount_bytes(self, store: LayerStore) -> int | Tensor:
         return sum(method.discount_bytes(store) for method in self._usual)
 
 

@@ -175,11 +175,14 @@ class DuoAttention(Policy):
             store.drop(sinks)
             return
         retrieval = self.retrieval(numbers["n_layers"], store.kv_heads, numbers["length"], store.budget)
-        everything = retrieval[list(store.layers)].to(store.device)
-        over = (store.counts - size).clamp_min(0).masked_fill(everything, 0)[..., None]
+        # On the CPU, which knows how many entries each head holds.
+        everything = retrieval[list(store.layers)]
+        counts = torch.tensor(store.head_counts).view(everything.shape)
+        over = (counts - size).clamp_min(0).masked_fill(everything, 0)[..., None]
         if numbers["retrieves"] and store.ragged:
             store.cut(sinks, over[..., 0])
             return
-        left = store.counts[..., None] - over
-        slots = torch.arange(int(left.max()), device=left.device)
-        store.evict(torch.where(slots < sinks, slots, slots + over).masked_fill(slots >= left, EMPTY))
+        left = counts[..., None] - over
+        slots = torch.arange(int(left.max()))
+        kept = torch.where(slots < sinks, slots, slots + over).masked_fill(slots >= left, EMPTY)
+        store.evict(kept.to(store.device))

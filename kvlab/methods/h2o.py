@@ -74,7 +74,7 @@ class H2O(Policy):
             scores = scores + store.column("score")
         store.add_column("score", scores)
         if store.length > store.budget:
-            store.evict(self._best(scores, store.budget))
+            store.evict(self._best(scores, store.budget), even=True)
 
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
         assert weights is not None, "a policy that weighs is given the attention weights"

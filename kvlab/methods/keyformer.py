@@ -15,7 +15,7 @@ from kvlab.methods._base.eviction import evict_lowest, part
 from kvlab.methods._base.policy import Budget, Policy, top_and_last
 from kvlab.methods._base.prompt import Prompt
 
-BLOCK = 256
+BLOCK, CPU = 256, torch.device("cpu")
 
 
 class Keyformer(Policy):
@@ -62,11 +62,12 @@ class Keyformer(Policy):
     def observes(self) -> None:
         return None
 
-    def gumbel(self, layers: tuple[int, ...], heads: int, start: int, stop: int) -> Tensor:
+    def gumbel(self, layers: tuple[int, ...], heads: int, start: int, stop: int, device: torch.device = CPU) -> Tensor:
         """The noise of the key positions `start` .. `stop` - 1 in each of `layers`, `[rows, heads, stop - start]`."""
         blocks = range(start // BLOCK, -(-stop // BLOCK))
         drawn = {
-            layer: torch.cat([_block(self.seed, layer, heads, block) for block in blocks], -1) for layer in set(layers)
+            layer: torch.cat([_block(self.seed, layer, heads, block, device) for block in blocks], -1)
+            for layer in set(layers)
         }
         return torch.stack([drawn[layer] for layer in layers])[..., start - blocks.start * BLOCK :][..., : stop - start]
 
@@ -78,7 +79,7 @@ class Keyformer(Policy):
         heads, head_dim = queries.shape[1], queries.shape[3]
         softmax = Softmax.of(prompt.scaling)
         scaling = head_dim**-0.5 if softmax.factor is None else softmax.factor
-        noise = self.gumbel(prompt.layers, heads, 0, prompt.length).to(queries.device) if self.noise else None
+        noise = self.gumbel(prompt.layers, heads, 0, prompt.length, queries.device) if self.noise else None
         rows = []
         for row in range(prompt.rows):
             q, k = attention.exact(queries[row]), attention.exact(prompt.keys[row])
@@ -121,7 +122,7 @@ class Keyformer(Policy):
             heads = prompt.heads
             table = prompt.share(
                 ("keyformer noise", self.seed),
-                lambda: _by_slot(self.gumbel(prompt.layers, heads, 0, store.seen), prompt.kv_heads, prompt.keys.device),
+                lambda: _by_slot(self.gumbel(prompt.layers, heads, 0, store.seen, prompt.keys.device), prompt.kv_heads),
             )
             where = store.positions.clamp_min(0)[..., None].expand(*store.positions.shape, table.shape[-1])
             store.add_column("noise", table if store.length == store.seen else table.gather(2, where))
@@ -135,9 +136,9 @@ class Keyformer(Policy):
         if self.noise:
             new = store.seen - store.numbers["noised"]
             store.numbers["noised"] = store.seen
-            drawn = self.gumbel(store.layers, weights.shape[1], store.seen - new, store.seen)
+            drawn = self.gumbel(store.layers, weights.shape[1], store.seen - new, store.seen, store.device)
             noise = store.column("noise")
-            noise[:, :, store.length - new :] = _by_slot(drawn, kv_heads, store.device)
+            noise[:, :, store.length - new :] = _by_slot(drawn, kv_heads)
             logits = logits + noise.transpose(2, 3)
         score = store.column("score")
         score += (logits / self._tau(store)).softmax(-1).sum(2)
@@ -148,13 +149,14 @@ class Keyformer(Policy):
         return self.tau_start + (self.tau_end - self.tau_start) * (step / steps if step < steps else 1)
 
 
-def _by_slot(noise: Tensor, kv_heads: int, device: torch.device) -> Tensor:
-    """`[rows, heads, n]` in the layout of a column, `[rows, kv_heads, n, group]`, on that device."""
-    return noise.to(device).unflatten(1, (kv_heads, -1)).transpose(2, 3)
+def _by_slot(noise: Tensor, kv_heads: int) -> Tensor:
+    """`[rows, heads, n]` in the layout of a column, `[rows, kv_heads, n, group]`."""
+    return noise.unflatten(1, (kv_heads, -1)).transpose(2, 3)
 
 
 @lru_cache(maxsize=256)
-def _block(seed: int, layer: int, heads: int, block: int) -> Tensor:
+def _block(seed: int, layer: int, heads: int, block: int, device: torch.device) -> Tensor:
     """Standard Gumbel noise of `BLOCK` key positions, `[heads, BLOCK]`, the same in whatever chunks it is asked for."""
     generator = torch.Generator().manual_seed(((seed * 1_000_003 + layer) * 1_000_003 + block) % 2**63)
-    return -torch.empty(heads, BLOCK, dtype=torch.float32).exponential_(generator=generator).log()
+    # Drawn on the CPU, so that it is the same everywhere, and copied once for all steps of a block.
+    return -torch.empty(heads, BLOCK, dtype=torch.float32).exponential_(generator=generator).log().to(device)

@@ -85,7 +85,8 @@ class RKV(Policy):
         rows = profile.follow(store, self.window, weights.unflatten(1, (store.positions.shape[1], -1)).amax(2))
         if store.length > store.budget:
             scores = self._score(rows, store.keys)
-            store.evict(top_and_last(scores, after_compression(store.budget, self.interval) - self.window, self.window))
+            top = after_compression(store.budget, self.interval) - self.window
+            store.evict(top_and_last(scores, top, self.window), even=True)
 
     def _rows(self, prompt: Prompt) -> Tensor:
         """Attention of the prompt's last queries, the largest of each group, `[rows, kv_heads, length, n]`."""

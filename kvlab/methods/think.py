@@ -96,12 +96,17 @@ class ThinK(Wrapper):
         store.rewrite_keys(store.keys.masked_fill(pruned[:, :, None] & older[..., None], 0))
         store.memory[CHANNELS], store.numbers[PRUNED] = pruned, store.seen - self.window
 
-    def discount_bytes(self, store: LayerStore) -> int:
+    def discount_bytes(self, store: LayerStore) -> int | Tensor:
         if PRUNED not in store.numbers or not store.length:
             return 0
         older = store.occupied & (store.positions < store.numbers[PRUNED])
-        numbers = int((older.sum(-1) * store.memory[CHANNELS].sum(-1)).sum())
-        return round(store.key_bytes * numbers / (int(store.counts.sum()) * store.head_dim))
+        numbers = (older.sum(-1) * store.memory[CHANNELS].sum(-1)).sum()
+        stored = sum(store.head_counts) * store.head_dim
+        if numbers.is_cpu:
+            return round(store.key_bytes * int(numbers) / stored)
+        # The same in whole numbers, half to even: some GPUs have no float64.
+        whole, rest = numbers * store.key_bytes // stored, numbers * store.key_bytes % stored * 2 - stored
+        return whole + ((rest > 0) | ((rest == 0) & (whole % 2 == 1)))
 
-    def overhead_bytes(self, store: LayerStore) -> int:
+    def overhead_bytes(self, store: LayerStore) -> int | Tensor:
         return super().overhead_bytes(store) - self.discount_bytes(store)

@@ -42,6 +42,7 @@ class Threshold(Rescoring):
     summary: ClassVar[str] = "entries whose score is at least a threshold, while decoding; no budget"
     family: ClassVar[str] = "evicts or merges while decoding"
     kind: ClassVar[str] = "decoding"
+    even: ClassVar[bool] = False
 
     at: float = 0.02
     scorer: str | InstanceOf[Policy] = "snapkv"

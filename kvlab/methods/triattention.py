@@ -79,7 +79,7 @@ class TriAttention(Policy):
         if store.length > store.budget:
             centres, spreads, frequencies = (store.memory[name] for name in (CENTRES, SPREADS, FREQUENCIES))
             scores = scored(store.keys, centres, spreads, frequencies, store.numbers[INTERLEAVED], store.seen)
-            store.evict(ranking.top_positions(scores, after_compression(store.budget, self.interval)))
+            store.evict(ranking.top_positions(scores, after_compression(store.budget, self.interval)), even=True)
 
     def _calibrated(self, prompt: Prompt) -> tuple[Tensor, Tensor, Tensor, int]:
         """What the prompt's queries tell of those to come.

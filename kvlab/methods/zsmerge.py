@@ -14,6 +14,8 @@ from kvlab.methods._base.eviction import last_of_lowest
 from kvlab.methods._base.policy import Budget, Policy
 from kvlab.methods._base.prompt import Prompt
 
+TAKEN = "residual slots taken"
+
 
 class ZSMerge(Policy):
     """Keeps three parts: proximity (the latest Bp), context (the Bc of largest score), residual (Br slots of merged
@@ -137,8 +139,8 @@ class ZSMerge(Policy):
         runs = self._runs(leaving, store.budget)
         store.add_column("score", self.scores(prompt))
         residual = torch.zeros(store.rows, store.kv_heads, store.length, dtype=torch.bool, device=kept.device)
+        firsts = torch.cat([kept[..., :0], *(run[..., :1] for run in runs)], -1)
         if runs:
-            firsts = torch.cat([run[..., :1] for run in runs], -1)
             for run in runs:
                 if run.shape[-1] > 1:
                     store.merge(run[..., 1:], run[..., 0], {"score": self.merged_score})
@@ -148,11 +150,12 @@ class ZSMerge(Policy):
             residual.scatter_(-1, firsts, True)
             kept = torch.cat([kept, firsts], -1).sort(-1).values
         store.add_column("residual", residual)
+        store.numbers[TAKEN] = firsts.shape[-1]
         if kept.shape[-1] < prompt.length:
             store.evict(kept)
 
     def bias(self, store: LayerStore) -> Tensor | None:
-        return self.alpha * store.fusion_counts.log() if self.alpha and store.merged else None
+        return self.alpha * store.fusion_counts.log() if self.alpha and store.may_be_merged else None
 
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
         assert weights is not None, "a policy that weighs is given the attention weights"
@@ -181,7 +184,7 @@ class ZSMerge(Policy):
         recent, context, residual = self._parts(store.budget)
         older = store.length - recent
         is_residual = store.column("residual")
-        slots_taken = int(is_residual[0, 0].sum())
+        slots_taken = store.numbers[TAKEN]
         if older - slots_taken <= context:
             return False
         contenders = store.column("score")[..., :older].masked_fill(is_residual[..., :older], torch.inf)
@@ -190,6 +193,7 @@ class ZSMerge(Policy):
         leaves = last_of_lowest(contenders)
         if slots_taken < residual:
             is_residual.scatter_(-1, leaves[..., None], True)
+            store.numbers[TAKEN] += 1
             return True
         if residual:
             firsts = ranking.top_positions(is_residual.float(), slots_taken)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvlab.core import attention, ranking
+from kvlab.core.slots import on_cpu
 from kvlab.core.storage import AS_IS, Storage
 from kvlab.core.store import EMPTY, LayerStore
 from kvlab.errors import KvlabError, whole
@@ -124,7 +125,7 @@ def _replayed(run: Run, budget: int) -> Replay:
         stored_bytes=run.stored_bytes,
         read_bytes=run.read_bytes,
         kept_sets=kept.cpu(),
-        read_sets=[sets.cpu() for sets in run.read_sets],
+        read_sets=[on_cpu(sets) for sets in run.read_sets],
         stored_sets=[None if sets is None else sets.cpu() for sets in run.stored_sets],
     )
 

@@ -89,6 +89,15 @@ def test_what_comes_after_others_needs_no_mask(monkeypatch, heads, kv_heads, lou
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("heads, kv_heads", SHAPES)
+def test_a_mask_that_is_aligned_with_the_last_key_hides_what_comes_later(heads, kv_heads):
+    """What CUDA computes without a mask: here torch makes the mask, and a kernel of CUDA is not looked at."""
+    queries, keys, values = (x[None] for x in layer(6, heads, kv_heads, 16, prompt=70, n=33))
+    found = attention._attend_aligned(queries, keys, values, Softmax.of(0.3))
+    expected = attention.output(attention.weights(queries, keys, 0.3, attention.last_visible(33, 70)), values)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 @pytest.mark.parametrize("heads, kv_heads", SHAPES)
 @pytest.mark.parametrize("n, past", [(64, 0), (128, 0), (300, 0), (300, 50), (64, 200), (128, 128), (257, 127)])

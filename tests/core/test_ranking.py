@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support import pretend_gpu
+from support.device_watch import watched
 
 from kvlab.core import ranking
 
@@ -58,6 +60,24 @@ def test_rows_may_want_different_numbers(way, drawn):
     padded = [best + [ranking.PAD] * (widest - len(best)) for best in wanted]
     with by(way):
         assert ranking.top_positions(torch.tensor(rows), torch.tensor(counts)).tolist() == padded
+
+
+@given(tables())
+@example(([[0.0, -0.0, 1.0]], [2]))
+@example(([[math.nan, 1.0, math.nan, 1.0], [math.inf, -math.inf, math.inf, 0.0]], [1, 2, 3]))
+def test_a_gpu_ranks_as_the_cpu_and_is_not_waited_for(drawn):
+    rows, counts = drawn
+    scores = torch.tensor(rows, dtype=torch.float32)
+    with pretend_gpu.present() as device:
+        there = scores.to(device)
+        for k in sorted({min(count, len(rows[0])) for count in counts}):
+            with watched() as seen:
+                found = ranking.top_positions(there, k), ranking.best_first(there, k)
+            assert [x.tolist() for x in found] == [
+                ranking.top_positions(scores, k).tolist(),
+                ranking.best_first(scores, k).tolist(),
+            ]
+            assert not seen.waits
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])

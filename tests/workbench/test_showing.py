@@ -28,9 +28,17 @@ def findings():
 
 def test_effects_over_whole_numbers_are_curves(findings):
     findings.set("error/{policy}", 0.5, policy="full")
+    findings.set("found/{policy}/b{budget}", 0.5, policy="full", budget=64)  # one point
+    for window in (8, 16):
+        findings.set("recall/{policy}/w{window}/b{budget}", window / 10, policy="snapkv", window=window, budget=64)
     findings.set("similarity/n{length}", 0.5, length=10)
     assert showing.curves(findings.rows) == {
-        "snapkv": [("over_budget/error", 64, 0.064), ("over_budget/error", 256, 0.256)],
+        "snapkv": [
+            ("over_budget/error", 64, 0.064),
+            ("over_budget/error", 256, 0.256),
+            ("over_window/recall/b64", 8, 0.8),
+            ("over_window/recall/b64", 16, 1.6),
+        ],
     }
 
 
@@ -52,7 +60,8 @@ def test_a_run_has_its_curves_texts_and_verdicts(project, findings):
 
 def test_each_policys_curve_is_a_run_of_its_own(project, findings):
     """MLflow's charts compare runs. Nothing that reads jobs finds these."""
-    findings.set("error/{policy}/b{budget}", 0.5, policy="h2o", budget=64)
+    for budget in (64, 256):
+        findings.set("error/{policy}/b{budget}", 0.5, policy="h2o", budget=budget)
     with tracking.start(EXPERIMENT, {"seed": 0}, **{"kvlab.kind": "job", "kvlab.profile": "quick"}) as run:
         run.record("errors", findings)
     run.finish()

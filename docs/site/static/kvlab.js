@@ -78,7 +78,8 @@ document.addEventListener("DOMContentLoaded", () => {
   const excerpt = (text) => {
     const small = text.toLowerCase();
     const at = words.map((word) => small.indexOf(word)).filter((place) => place >= 0);
-    const start = at.length ? Math.max(0, Math.min(...at) - AROUND / 2) : 0;
+    const near = at.length ? Math.max(0, Math.min(...at) - AROUND / 2) : 0;
+    const start = near && text.indexOf(" ", near) + 1;
     const shown = text.slice(start, start + 2 * AROUND);
     return `${start ? "… " : ""}${shown}${start + shown.length < text.length ? " …" : ""}`;
   };

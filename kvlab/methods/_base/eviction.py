@@ -21,7 +21,7 @@ def evict_lowest(store: LayerStore, scores: Tensor, recent: int) -> None:
     if leaving == 1:
         store.drop(last_of_lowest(scores[..., : store.length - recent]))
     elif leaving > 1:
-        store.evict(top_and_last(scores, store.budget - recent, recent))
+        store.evict(top_and_last(scores, store.budget - recent, recent), even=True)
 
 
 def after_compression(budget: int, interval: int | None) -> int:

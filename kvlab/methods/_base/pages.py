@@ -107,7 +107,8 @@ def read(store: LayerStore, scores: Tensor, k: int, cut: bool) -> Tensor:
         slots = (best[..., None] * size + within).flatten(-2)
         if newest == size:
             return slots
-        if bool((best[..., -1] == n - 1).all()):
+        # To look at all heads spares a mask on the CPU, and makes a GPU wait.
+        if slots.is_cpu and bool((best[..., -1] == n - 1).all()):
             return slots[..., : newest - size]
         return slots.masked_fill(slots >= store.length, EMPTY)
     best = ranking.best_first(scores, min(n, max(-(-(k - newest) // size), 0) + 1))
@@ -125,5 +126,6 @@ def read(store: LayerStore, scores: Tensor, k: int, cut: bool) -> Tensor:
     counts = counts.gather(-1, order)
     slots, wanted = best[..., None] * size + within, within < counts[..., None]
     if cut:
-        return slots[wanted].view(*scores.shape[:2], k)
-    return slots.masked_fill(~wanted, EMPTY).flatten(-2)[..., : int(counts.sum(-1).max())]
+        return ranking.compacted(slots.flatten(-2), wanted.flatten(-2), k)
+    most = int(counts.sum(-1).max()) if slots.is_cpu else k
+    return slots.masked_fill(~wanted, EMPTY).flatten(-2)[..., :most]

@@ -372,12 +372,14 @@ class Policy(Parameters, metaclass=Declaring):
         """The output of the step, given its attention output `[rows, heads, 1, head_dim]`."""
         return output
 
-    def overhead_bytes(self, store: LayerStore) -> int:
-        """Bytes that the step loads besides the entries it reads: all that is stored beside them, unless overridden."""
+    def overhead_bytes(self, store: LayerStore) -> int | Tensor:
+        """Bytes that the step loads besides the entries it reads: all that is stored beside them, unless overridden.
+        A number, or one on the store's device, which is read only when somebody asks.
+        """
         return store.aux_bytes
 
-    def discount_bytes(self, store: LayerStore) -> int:
-        """Bytes of the stored entries that it need not store, since it has dropped a part of each."""
+    def discount_bytes(self, store: LayerStore) -> int | Tensor:
+        """Bytes of the stored entries that it need not store, since it has dropped a part of each; as above."""
         return 0
 
     def evict_pending(self, store: LayerStore) -> None:

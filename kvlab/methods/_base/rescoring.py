@@ -29,6 +29,8 @@ class Rescoring(Wrapper):
     """
 
     weighs: ClassVar[bool] = False
+    even: ClassVar[bool] = True
+    """Whether a pass leaves every head equally many entries."""
 
     if TYPE_CHECKING:
         interval: int
@@ -55,7 +57,7 @@ class Rescoring(Wrapper):
         n = min(self._observed, prompt.length)
         queries = prompt.keys.new_zeros(prompt.rows, prompt.heads, self._observed, prompt.keys.shape[3])
         if n:
-            queries[:, :, self._ring(store.seen, n)] = prompt.window(n)
+            queries[:, :, self._ring(store, n)] = prompt.window(n)
         store.memory[QUERIES] = queries
         store.numbers |= {"n_layers": prompt.n_layers, "passed": store.seen}
         store.numbers |= {"oldest": store.seen - n, "latest": store.seen}
@@ -74,7 +76,7 @@ class Rescoring(Wrapper):
     def step(self, store: LayerStore, weights: Tensor | None) -> None:
         kept = store.scratch.pop(KEPT, None)
         if kept is not None:
-            store.evict(kept)
+            store.evict(kept, even=self.even)
 
     def _judged(self, store: LayerStore, scaling: Scaling) -> Tensor | None:
         """The slots that stay, int64 `[rows, kv_heads, n]`, -1 padded; None for all of them."""
@@ -95,11 +97,11 @@ class Rescoring(Wrapper):
     def _latest(self, store: LayerStore) -> Tensor:
         """The latest queries in their order, `[rows, heads, n, head_dim]`."""
         n = min(self._observed, store.seen)
-        return store.memory[QUERIES][:, :, self._ring(store.seen, n).to(store.device)]
+        return store.memory[QUERIES][:, :, self._ring(store, n)]
 
-    def _ring(self, seen: int, n: int) -> Tensor:
-        """Where the queries of the last `n` of `seen` tokens are kept, `[n]`."""
-        return torch.arange(seen - n, seen) % max(self._observed, 1)
+    def _ring(self, store: LayerStore, n: int) -> Tensor:
+        """Where the queries of the last `n` tokens are kept, `[n]`."""
+        return torch.arange(store.seen - n, store.seen, device=store.device) % max(self._observed, 1)
 
 
 def check_scores_anew(name: str, inner: Policy) -> None:

@@ -94,20 +94,25 @@ class Headlines:
 
 
 def curves(rows: Iterable[Row]) -> dict[str, list[Point]]:
-    """Policy -> its rows at keys of `AXES`, as `over_budget/EFFECT` with the key's value as step."""
-    found: dict[str, list[Point]] = {}
+    """Policy -> its curves over keys of `AXES`, such as `over_budget/EFFECT`, with the key's value as step.
+
+    One point is no curve.
+    """
+    found: dict[tuple[str, str], list[Point]] = {}
     for row in rows:
         fields = [name for _, name, _, _ in string.Formatter().parse(row.effect) if name]
-        axis = next((name for name in AXES if name in fields), None)
         player = next((name for name in PLAYERS if name in fields), None)
-        if axis is None or player is None:
-            continue
-        at = row.keys[axis]
-        if isinstance(at, (int, float)) and at == int(at):
-            rest = _without(_without(row.effect, axis), player).format(**row.keys)
-            points = found.setdefault(str(row.keys[player]), [])
-            points.append(Point(f"{CURVES}_{axis}/{rest}".rstrip("/"), int(at), row.value))
-    return found
+        for axis in AXES if player else ():
+            at = row.keys.get(axis)
+            if isinstance(at, (int, float)) and at == int(at):
+                rest = _without(_without(row.effect, axis), str(player)).format(**row.keys)
+                name = f"{CURVES}_{axis}/{rest}".rstrip("/")
+                found.setdefault((str(row.keys[player]), name), []).append(Point(name, int(at), row.value))
+    of_policies: dict[str, list[Point]] = {}
+    for (policy, _), points in found.items():
+        if len(points) > 1:
+            of_policies.setdefault(policy, []).extend(points)
+    return of_policies
 
 
 def _without(effect: str, key: str) -> str:

@@ -125,8 +125,8 @@ class Run:
 
     Also a context manager: the run ends FINISHED, or FAILED if the block raises.
 
-    headlines: the metrics that MLflow shows, at most `showing.MOST`; by default those that the experiment's claims
-    quote, or the first ones of an experiment without claims. The table `findings` holds all of them.
+    headlines: the metrics that MLflow shows, at most `showing.MOST`. By default these are those that the experiment's
+    claims quote, or the first ones of an experiment without claims. The table `findings` has all of them.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Run:
     def log(self, metrics: Mapping[str, float], intervals: Mapping[str, tuple[float, float]] | None = None) -> None:
         """Log metrics; an interval of a metric becomes NAME/low and NAME/high.
 
-        All of them stand in the run's table `findings`, and MLflow's own metrics are the headlines.
+        The run's table `findings` has all of them; MLflow's own metrics are the headlines.
 
         Raises KvlabError, before anything is logged, for a number that is not finite, an interval without its metric or
         with ends the wrong way round, and a name that MLflow cannot store.
