@@ -131,12 +131,14 @@ def _papers(every: Sequence[Entry]) -> str:
     entries = by_paper(every)
     rows = []
     for paper in papers.papers():
-        mine = entries[paper.label]
+        mine, source = entries[paper.label], paper.source
         found = {name: states for name, states in standings(mine) if name in paper.quoted}
         counted = Counter(state for states in found.values() for state in states.values())
         counted[papers.UNMEASURED] = len(named) * len(paper.quoted) - counted.total()
-        code = f"[code]({paper.source.code})" if paper.source.code else "no public code"
-        links = f"[{paper.label}](docs/disagreements/{paper.name}.md) ([arXiv]({paper.source.url}), {code})"
+        links = f"[{paper.label}](docs/disagreements/{paper.name}.md)"
+        if source is not None:
+            code = f"[code]({source.code})" if source.code else "no public code"
+            links += f" ([arXiv]({source.url}), {code})"
         first, *_ = quoted(mine, named[DEFAULT], paper.quoted)
         rows.append([links, *(counted[state] for state in papers.VERDICTS), first])
     return _table(["quoted findings of", *papers.VERDICTS, f"the first of them, on `{DEFAULT}`"], rows)

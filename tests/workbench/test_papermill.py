@@ -171,8 +171,13 @@ def test_every_notebook_takes_its_lists_from_papermill(path, kernel, elsewhere):
 
 
 @pytest.mark.roundtrip
-def test_a_whole_notebook_by_plain_papermill(elsewhere):
-    """In a folder of its own."""
+def test_a_whole_notebook_by_the_pages_command(elsewhere):
+    """The very command, but for the paths, in a folder of its own."""
+    page = (ROOT / "docs" / "batches.md").read_text(encoding="utf-8")
+    (line,) = [line for line in page.splitlines() if line.startswith("papermill ")]
+    assert line.startswith(
+        "papermill notebooks/zsmerge_error_curves.ipynb out.ipynb -p tokens 500 -p documents '[\"sotu/1962\"]'"
+    )
     folder = elsewhere / "whole"
     folder.mkdir()
     (folder / "mlflow.db").write_bytes(blank_store())
