@@ -146,6 +146,12 @@ def test_a_value_stands_inside_a_sentence():
         claim_tables.fill(text.replace("smollm2-135m", "none"), every, order)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_line_begins_with_a_value(page):
+    """Markdown ends a paragraph before a line that begins with a comment."""
+    assert not re.search(r"^\s*<!-- value", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
 def test_a_table_has_the_claims_named_since_the_last_heading_or_table():
     known = ["a.one", "a.two", "a.three", "b.one"]
     text = "`a.one`\n## Next\n`a.t*` and `a.two`, `b.none` <!-- claims -->\n| `b.one` |\n<!-- end -->"
