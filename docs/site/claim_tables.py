@@ -9,7 +9,7 @@ Both end at `<!-- end -->`. A name between backticks names a claim; `NAME*` name
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvlab import papers
 from kvlab.render.phrases import listed, number
@@ -23,7 +23,7 @@ VALUE = re.compile(r"(<!-- value ([\w.]+) ([\w.-]+) -->).*?(<!-- end -->)", re.D
 MADE = re.compile(r"<!-- (?:generated|claims|scores|value)\b.*?<!-- end -->", re.DOTALL)
 HEADING = re.compile(r"^##+ .*$", re.MULTILINE)
 NAME = re.compile(r"`([a-z]\w*\.\w[\w.]*\*?)`")
-OF_THE_PAPER = ("recomputed", "identity", "example")
+OF_THE_PAPER = ("recomputed", "example")
 """Kinds of claims that no model changes."""
 MOVES = ("findings", "questions")
 """The groups of claims that a longer profile may decide otherwise."""
@@ -78,30 +78,37 @@ def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]]) -> st
     if measured:
         models = list(entries[measured[0]])
         lines = [
-            [f"`{name}`", _says(first[name]), *(_cell(entries[name][model]) for model in models)] for name in measured
+            [f"`{name}`<br>{_says(first[name])}", *(_cell(entries[name][model]) for model in models)]
+            for name in measured
         ]
-        parts.append(table(["claim", f"what {models[0]} says", *models], lines))
+        parts.append(table([f"claim, and what {models[0]} says", *models], lines))
     if printed:
         lines = [
-            [f"`{name}`", claim.where, _printed(claim), ours(entry.verdict), entry.state]
+            [f"`{name}`<br>{claim.where}", _printed(claim), ours(entry.verdict), entry.state]
             for name, claim, entry in ((name, first[name].claim, first[name]) for name in printed)
         ]
-        parts.append(table(["claim, without a model", "where", "the paper prints", "worked out", "verdict"], lines))
+        parts.append(table(["claim without a model, and where", "the paper prints", "worked out", "verdict"], lines))
     if untested:
-        lines = [[f"`{name}`", _about(first[name].claim), _short(first[name].claim.untested)] for name in untested]
-        parts.append(table(["claim, not tested here", "what is compared", "why"], lines))
+        lines = [
+            [f"`{name}`<br>{_about(claim)}", _short(claim.untested)]
+            for name, claim in ((name, first[name].claim) for name in untested)
+        ]
+        parts.append(table(["claim not tested here, and what it compares", "why"], lines))
     return "\n\n".join(parts)
 
 
 def _says(entry: Entry) -> str:
-    """The claim's sentence for this verdict, with the unit of our number; else what is compared."""
+    """The claim's sentence for the verdict of its tests, with the unit of our number; else what is compared.
+
+    What the stand-in is worth stands in the cell: the numbers are of the tests.
+    """
     claim, phrases = entry.claim, entry.claim.phrases
     if phrases is None or entry.state == papers.UNMEASURED:
         return _about(claim)
-    if entry.state == papers.UNDECIDED:
+    if entry.verdict.verdict == papers.UNDECIDED:
         said = phrases.undecided
     else:
-        said = phrases.missed if entry.state == papers.FAILS else phrases.met
+        said = phrases.missed if entry.verdict.verdict == papers.FAILS else phrases.met
     return said if claim.unit_is_papers or not claim.unit else f"{said} ({claim.unit})"
 
 
@@ -122,7 +129,8 @@ def _printed(claim: papers.Claim) -> str:
 def _cell(entry: Entry) -> str:
     if entry.state == papers.UNMEASURED:
         return entry.state
-    return f"{entry.state}: {ours(entry.verdict)}"
+    weak = " (weak stand-in)" if entry.weak and entry.state == papers.UNDECIDED else ""
+    return f"{entry.state}{weak}<br>{ours(entry.verdict)}"
 
 
 # ------------------------------------------------------------------------------------- lists across models and profiles
@@ -186,8 +194,9 @@ def moved(of_profiles: Mapping[str, Mapping[str, Mapping[str, Entry]]]) -> str:
 
 def flipping(found: Iterable[stability.Stability]) -> str:
     """The quoted findings whose verdict flips with a seed or with texts."""
-    states: Callable[[stability.Stability], str] = lambda one: ", ".join(  # noqa: E731
-        dict.fromkeys(cell.verdict for cell in one.cells)
-    )
-    lines = [[one.finding, one.count, states(one)] for one in found if one.flips]
+    lines = [
+        [one.finding, one.count, ", ".join(dict.fromkeys(cell.verdict for cell in one.cells))]
+        for one in found
+        if one.flips
+    ]
     return table(["finding", "runs that flip", "verdicts, the first run's first"], lines)

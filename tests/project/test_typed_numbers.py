@@ -103,7 +103,7 @@ def test_what_counts_as_a_typed_result(sentence, wrong):
 def test_every_claim_that_a_section_names_stands_in_its_table(page):
     """Else a reader finds no number of it on the page."""
     text = page.read_text(encoding="utf-8")
-    shown = set(re.findall(r"^\| `(\w+\.[\w.]+)` \|", text, re.MULTILINE))
+    shown = set(re.findall(r"^\| `(\w+\.[\w.]+)`<br>", text, re.MULTILINE))
     prose = claim_tables.MADE.sub("", text)
     known = [claim.id for claim in papers.claims()]
     for name in re.findall(rf"`({page.stem}\.[\w.]+\*?)`", prose):
@@ -129,9 +129,20 @@ def test_a_cell_is_the_line_of_the_kept_file(page, claim, model):
     text = (ROOT / "docs" / "disagreements" / f"{page}.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in row.split("|")] for row in text.splitlines() if row.startswith("|")]
     head = next(row for row in rows if model in row)
-    (cell,) = (row[head.index(model)] for row in rows if row[1] == f"`{claim}`")
-    shown = [float(each) for each in re.findall(r"-?\d+\.?\d*", cell.partition(":")[2].replace("−", "-"))]
+    (cell,) = (row[head.index(model)] for row in rows if row[1].startswith(f"`{claim}`<br>"))
+    shown = [float(each) for each in re.findall(r"-?\d+\.?\d*", cell.partition("<br>")[2].replace("−", "-"))]
     assert shown == pytest.approx([float(line[name]) for name in ("value", "low", "high")], abs=6e-4, rel=1e-3)
+
+
+def test_a_weak_stand_in_does_not_change_what_the_numbers_say():
+    """The sentence is of the interval; the cell says that its measure is weak."""
+    claims = {claim.id: claim for claim in papers.claims()}
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAPERS)
+    rows = re.findall(r"^\| `([\w.]+)`<br>([^|]*) \| undecided \(weak stand-in\)<br>", text, re.MULTILINE)
+    assert rows
+    for name, said in rows:
+        phrases = claims[name].phrases
+        assert phrases and said.startswith((phrases.met, phrases.missed)), name
 
 
 def test_a_value_stands_inside_a_sentence():
@@ -144,6 +155,12 @@ def test_a_value_stands_inside_a_sentence():
     assert claim_tables.fill(filled, every, order) == filled
     with pytest.raises(KeyError):
         claim_tables.fill(text.replace("smollm2-135m", "none"), every, order)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_line_begins_with_a_value(page):
+    """Markdown ends a paragraph before a line that begins with a comment."""
+    assert not re.search(r"^\s*<!-- value", page.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_a_table_has_the_claims_named_since_the_last_heading_or_table():
