@@ -284,7 +284,7 @@ class _Attend(torch.autograd.Function):
                     whole[at].flatten()[block.rows] = part[:, 0]
                 if line.gates[block.point] == 1:
                     _add(line.attention[h], head, line.layer.prompt, first.sum(0), last.sum(0))
-        gates = shaped.new_tensor(line.gates).view(-1, 1, 1, 1, 1)
+        gates = torch.tensor(line.gates, dtype=shaped.dtype, device=shaped.device).view(-1, 1, 1, 1, 1)
         ctx.save_for_backward(queries, keys, values, policy, full, sums)
         ctx.line = line
         return torch.lerp(policy, full, gates).flatten(1, 2)

@@ -72,6 +72,15 @@ def run(
     jobs: Jobs = None,
     fresh: Fresh = False,
     cluster: Cluster = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list the jobs, with prompts, memory and least time.")
+    ] = False,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            "--memory", metavar="GB", min=1, show_default=False, help="With --dry-run: of a GPU that is not here."
+        ),
+    ] = None,
 ) -> None:
     """Run one experiment through papermill and log it to MLflow. Finished jobs are not run again."""
     extras.need()
@@ -82,7 +91,13 @@ def run(
     chosen, overrides = options.models(models or []), options.overrides(parameters or [])
     if chosen:
         _refuse_models(experiment, overrides)
+    if memory is not None and not dry_run:
+        raise KvlabError("--memory plans for a GPU that is not here; give --dry-run with it")
+    if dry_run:
+        return _say_plan(experiment, profile, overrides, jobs, chosen, memory)
     _say_maker()
+    if profile == "gpu" and not cluster:
+        _say_what_does_not_fit(experiment, profile, overrides, jobs, chosen)
     results = launch.run(experiment, profile, overrides, jobs, fresh, cluster=cluster, models=chosen)
     try:
         finish(results)
@@ -92,6 +107,48 @@ def run(
             typer.echo(f"a trial: its parameters are not those of the {profile} profile, so the report leaves it out")
     finally:
         typer.echo(f"MLflow UI: {ui.link_text([experiment])}")
+
+
+def _say_plan(
+    experiment: str,
+    profile: str,
+    overrides: Mapping[str, object],
+    workers: int | None,
+    models: list[str],
+    memory: float | None,
+) -> None:
+    """Print what each job would need, here or on a GPU of so many GB; nothing is loaded, fetched or run."""
+    from rich.console import Console
+
+    from kvlab.lib import devices
+    from kvlab.workbench.jobs import dry_run, launch
+
+    queue, workers = launch.planned([experiment], profile, overrides, models), launch.at_once(workers)
+    if memory is None:
+        device = devices.resolved("auto")
+        free, rate = devices.free_memory(device), dry_run.rate_of(device)
+    else:
+        device, free, rate = None, int(memory * 1e9), 0.0
+    plan = dry_run.planned(queue, device, rate)
+    # In a file or a pipe no line is folded.
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, 0 if console.is_terminal else 160)
+    console.print(dry_run.table(plan, free, workers))
+    for sentence in dry_run.explained(plan, free, workers):
+        console.print(sentence, markup=False)
+
+
+def _say_what_does_not_fit(
+    experiment: str, profile: str, overrides: Mapping[str, object], workers: int | None, models: list[str]
+) -> None:
+    """Say on stderr which models are too large for the memory that is free, before any is fetched or loaded."""
+    from kvlab.lib import devices
+    from kvlab.workbench.jobs import dry_run, launch
+
+    device = devices.resolved("auto")
+    plan = dry_run.planned(launch.planned([experiment], profile, overrides, models), device)
+    for sentence in dry_run.too_large(plan, devices.free_memory(device), launch.at_once(workers)):
+        typer.echo(f"note: {sentence}", err=True)
 
 
 def _say_maker() -> None:

@@ -25,6 +25,7 @@ GOOD, REMARK, BAD = "ok", "remark", "bad"
 MARKS = {GOOD: ("✓", "green"), REMARK: ("!", "yellow"), BAD: ("✗", "red")}
 # Disk for the default model, the texts and the traces of the quick profile; memory for one of its jobs.
 DISK_GB, MEMORY_GB = 5, 4
+GPU_SHAPE = "llama-3.1-8b"
 
 
 @dataclass(frozen=True)
@@ -254,8 +255,21 @@ def gpu() -> Finding:
         return Finding("gpu", GOOD, "none: everything runs on the CPU; the gpu profiles want one")
     text, module = f"{devices.name(device)} (device {device.type!r})", torch.get_device_module(device)
     if hasattr(module, "get_device_properties"):
-        text += f", {module.get_device_properties(device).total_memory / 1e9:.0f} GB"
+        memory = module.get_device_properties(device).total_memory
+        text += f", {memory / 1e9:.0f} GB: {_prompts_of(memory)}"
     return Finding("gpu", GOOD, text)
+
+
+def _prompts_of(memory: int) -> str:
+    """How long prompts may be for the shape that the gpu profiles are made for, in so many bytes."""
+    import torch
+
+    from kvlab.bench import memory_needed
+    from kvlab.inputs import shapes
+
+    most = memory_needed.longest(shapes.config(GPU_SHAPE), torch.bfloat16, memory)
+    room = f"takes prompts of up to {most // 1000:,}k tokens" if most else "does not fit"
+    return f"{GPU_SHAPE} in bfloat16 {room}"
 
 
 def jupyter() -> Finding:

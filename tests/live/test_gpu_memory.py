@@ -71,7 +71,7 @@ def watched(lm: models.LM, tokens: int, run: Run) -> Memory:
 def test_a_prefill_makes_no_matrix_of_length_x_length(gpu, name):
     short, long = (watched(gpu, tokens, live(name)) for tokens in (SHORT, LONG))
     if name in SQUARE:
-        assert long.largest > 3.5 * short.largest
+        assert long.largest > 2.1 * short.largest, "the table may shrink"
     else:
         assert long.largest <= 2.1 * short.largest and long.peak <= 2.2 * short.peak, long.shape
 

@@ -214,6 +214,16 @@ def test_fidelity_and_both_loops(cpu, gpu):
         same_tables(found.table, loops.table)
 
 
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "quest"])
+def test_an_attribution(cpu, gpu, name):
+    one, response = small(name), prompt(4, 5)[0]
+    expected = kvlab.attribute(cpu, one, prompt(60), response=response, progress=False)
+    with pretend_gpu.present():
+        found = kvlab.attribute(gpu, one, prompt(60), response=response, progress=False)
+        close(found.effects, expected.effects)
+        assert found.summary == pytest.approx(expected.summary, rel=1e-3, abs=1e-3)
+
+
 def test_a_divergence_from_a_trace_that_was_kept_on_the_cpu(cpu, gpu):
     def divergences(lm):
         found = storing.systems(lm, ["kvzip", "dapq"], [40], ["as_is"], [])

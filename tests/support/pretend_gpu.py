@@ -35,7 +35,6 @@ TO_PYTHON = {aten._local_scalar_dense, aten.equal, aten.is_nonzero}
 class Here:
     """What this process knows of its pretended GPU."""
 
-    registered = False
     present = False
     device: torch.device
     locked: ClassVar[WeakSet[torch.UntypedStorage]] = WeakSet()  # storages in page-locked memory
@@ -147,8 +146,6 @@ def _page_locked(kind: Any, tensor: Tensor, *_: Any) -> bool | Tensor:
 
 def _register() -> None:
     """Tell torch of the device, once; it cannot be taken back, so outside `present` it is there but out of order."""
-    if Here.registered:
-        return
     hooks = type(
         "Hooks",
         (torch._C._acc.PrivateUse1Hooks,),
@@ -171,7 +168,7 @@ def _register() -> None:
         __name__=NAME,
     )
     backend_registration._setup_privateuseone_for_python_backend(NAME, module, hooks())
-    Here.device, Here.registered = torch.device(NAME, 0), True
+    Here.device = torch.device(NAME, 0)
 
 
 def _moved_after(make: Any) -> Any:
@@ -193,7 +190,6 @@ def present() -> Iterator[torch.device]:
 
     Inference mode is `no_grad` meanwhile, since what it makes cannot be wrapped.
     """
-    _register()
     gradients = []
 
     def enter(self: inference_mode) -> None:
@@ -213,3 +209,7 @@ def present() -> Iterator[torch.device]:
         Watch(),
     ):
         yield Here.device
+
+
+# At import, since autograd counts the devices once, in its first backward pass.
+_register()

@@ -14,7 +14,7 @@ from kvlab.lib.files import parsed
 from kvlab.workbench.experiments import content_key
 
 # Parameters that say how many tokens a prompt has, alone or in a mapping with `new_tokens` beside.
-PROMPTS = ("tokens", "length", "shorter", "longest")
+PROMPTS = ("tokens", "length", "shorter", "longest", "prompt_tokens")
 # Lists of such numbers.
 LADDERS = ("contexts", "needle_lengths", "lengths")
 # Parameters that say how much is cut out of every document.
@@ -30,7 +30,7 @@ def check(parameters: Mapping[str, Any], where: str) -> None:
     """
     folder = content_key.model_folder(str(parameters.get("model", "")))
     most = _context(folder) if folder else None
-    for name, tokens, response in _prompts(parameters):
+    for name, tokens, response in prompts(parameters):
         if tokens < 1:
             raise KvlabError(f"parameter {name!r} of {where} must be at least 1, and is {tokens}")
         if most and tokens + response > most:
@@ -51,12 +51,12 @@ def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _prompts(parameters: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, int, int]]:
+def prompts(parameters: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, int, int]]:
     """Name, tokens and response tokens of every prompt that the parameters describe."""
     response = parameters.get("new_tokens", 0)
     for name, value in parameters.items():
         if isinstance(value, Mapping):
-            yield from _prompts(value, f"{name}.")
+            yield from prompts(value, f"{name}.")
             continue
         ladder = value if name in LADDERS and isinstance(value, list | tuple) else [value] if name in PROMPTS else []
         for tokens in filter(_is_count, ladder):

@@ -68,18 +68,39 @@ def go(
     retries.retry_seconds()
     queue = jobs()
     inputs.prepare([job.parameters for job in queue])
-    for job in queue:
-        prompt_limits.check(job.parameters, job.experiment)
-        budget_limits.check(job.parameters, parameters_of(job.notebook), job.experiment)
+    _check(queue)
     queue = jobs()  # again, since `prepare` may have pulled a model, and its hash belongs in the keys
     connection = database.client()
     ids = _known(connection, [experiment.name for experiment in loaded])
     descriptions = {experiment.name: experiment.summary for experiment in loaded}
-    place = executors.connect(cluster, workers) if cluster else Here(workers or min(2, cores()))
+    place = executors.connect(cluster, workers) if cluster else Here(at_once(workers))
     try:
         return Sweep(connection, queue, ids, descriptions, place, fresh, console).go()
     finally:
         place.close()
+
+
+def planned(
+    names: Sequence[str],
+    profile: str,
+    overrides: Mapping[str, Any] | None = None,
+    models: Sequence[str] = (),
+) -> list[Job]:
+    """The jobs that `run` would run, checked as it checks them; nothing is fetched."""
+    queue = list(_jobs([experiments.load(name) for name in names], profile, overrides or {}, models))
+    _check(queue)
+    return queue
+
+
+def _check(queue: Sequence[Job]) -> None:
+    for job in queue:
+        prompt_limits.check(job.parameters, job.experiment)
+        budget_limits.check(job.parameters, parameters_of(job.notebook), job.experiment)
+
+
+def at_once(workers: int | None) -> int:
+    """How many jobs run at once on this machine where a command asks for so many: two, or one on a single core."""
+    return workers or min(2, cores())
 
 
 def _jobs(
