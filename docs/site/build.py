@@ -154,7 +154,7 @@ def _doors(source: Path) -> None:
             for path in sorted((source / "docs").glob("*.md")):
                 if path.stem not in named and f"](docs/{path.name})" not in text:
                     title, opening = path.read_text(encoding="utf-8").split("\n\n")[:2]
-                    text += f"| [{title.removeprefix('# ')}](docs/{path.name}) | {' '.join(opening.split())} |\n"
+                    text += f"| [{title.removeprefix('# ')}](docs/{path.name}) | {' '.join(opening.split()).partition('. ')[0]} |\n"
         found = re.findall(r"\[([^\]]+)\]\((\S+)\.md\)", text)
         named |= {Path(name).name for _, name in found}
         entries = "\n".join(f"{title} <{name}>" for title, name in found)
@@ -249,7 +249,7 @@ def _card(name: str, gallery: Path) -> str:
 def _commands() -> str:
     """Each command with its arguments, options and examples, from its own help."""
     parts = ["# Commands", "", "After this page you know each command of `kvlab`, with its options and examples.", ""]
-    group = typer.main.get_command(cli.app)
+    group = typer.main.get_group(cli.app)
     shelves: dict[str, list[str]] = {}
     for name, command in group.commands.items():
         context = command.make_context(name, [], parent=None, resilient_parsing=True)
@@ -260,7 +260,7 @@ def _commands() -> str:
         mine += ["| argument or option | meaning |", "|---|---|", *table, ""] if table else []
         if command.epilog:
             mine += ["```text", textwrap.dedent(command.epilog.removeprefix("Examples:").strip("\n")), "```", ""]
-        shelves.setdefault(command.rich_help_panel, []).extend(mine)
+        shelves.setdefault(getattr(command, "rich_help_panel", ""), []).extend(mine)
     for shelf, mine in shelves.items():
         parts += [f"## {shelf}", "", *mine]
     return "\n".join(parts)
