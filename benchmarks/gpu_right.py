@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -49,7 +51,7 @@ def subject(name: str) -> str:
 
 
 class Refused(Exception):
-    """The CPU refuses, too: nothing that a device could do wrong."""
+    """Nothing that a device could do wrong: the CPU refuses, too, or there is nothing to compare."""
 
 
 Result = TypeVar("Result")
@@ -60,7 +62,7 @@ def expected_of(run: Callable[[], Result]) -> Result:
     try:
         return run()
     except KvlabError as error:
-        raise Refused(sentence(error)) from error
+        raise Refused(f"the CPU refuses it, too: {sentence(error)}") from error
 
 
 @dataclass
@@ -215,11 +217,35 @@ def rounded(pair: Pair, rows: list[Row]) -> None:
     rows += [replayed(pair.here_trace, trace, name, judged=False) for name in ROUNDED]
 
 
+def waits(pair: Pair, rows: list[Row]) -> None:
+    """How often a decoding step waits for the device, as CUDA counts it; shown, not judged."""
+    if pair.device.type != "cuda":
+        raise Refused("only CUDA counts how often it is waited for")
+    lm, ids = pair.there, pair.ids.to(pair.there.device)
+    tokens = torch.tensor(pair.response, device=lm.device)[:, None, None]
+    for name in sorted(kvlab.policies()):
+        with contextlib.suppress(KvlabError), torch.inference_mode():
+            with kvlab.compress(lm.model, chosen(name), tokenizer=lm.tokenizer, max_new_tokens=len(tokens)):
+                past = lm.model(ids, use_cache=True, logits_to_keep=1).past_key_values
+                # The first compresses the prompt.
+                lm.model(tokens[0], past_key_values=past)
+                with warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always")
+                    torch.cuda.set_sync_debug_mode("warn")
+                    try:
+                        for token in tokens[1:]:
+                            lm.model(token, past_key_values=past)
+                    finally:
+                        torch.cuda.set_sync_debug_mode("default")
+            asked = sum("synchroniz" in str(each.message) for each in said)
+            rows.append({"policy": name, "waits a step": asked / (len(tokens) - 1)})
+
+
 def unless_refused(run: Callable[[list[Row]], None], rows: list[Row]) -> None:
     try:
         run(rows)
     except Refused as error:
-        rows.append({"policy": "", "note": f"the CPU refuses it, too: {error}"})
+        rows.append({"policy": "", "note": str(error)})
 
 
 def items(name: str, device: torch.device) -> list[Item]:
@@ -232,8 +258,9 @@ def items(name: str, device: torch.device) -> list[Item]:
     todo |= {f"storage {form}": partial(fidelity, pair, "snapkv", form) for form in storages() if form != "as_is"}
     todo |= {LIVE.format(each): partial(live, pair, each) for each in sorted(kvlab.policies())}
     todo["bfloat16"] = partial(rounded, pair)
+    todo["waits"] = partial(waits, pair)
     # The first item loads the model.
-    heavy = {"capture": 20, "bfloat16": 5, "attribution snapkv": 5} | {
+    heavy = {"capture": 20, "bfloat16": 5, "waits": 5, "attribution snapkv": 5} | {
         what: 3 for what in todo if what.startswith(("fidelity", "storage"))
     }
     return [Item("right", label, what, partial(unless_refused, run), heavy.get(what, 1)) for what, run in todo.items()]

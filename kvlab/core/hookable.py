@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -294,13 +294,27 @@ def _effective(module: nn.Module, output: nn.Module) -> Tensor | None:
 
 def device_of(model: nn.Module) -> torch.device:
     """Where a model computes: where its weights are, or where accelerate brings those that it has offloaded."""
+    weights = (p.device for p in model.parameters() if not p.is_meta)
+    return next(_execution_devices(model), None) or next(weights, torch.device("cpu"))
+
+
+def _execution_devices(model: nn.Module) -> Iterator[torch.device]:
+    """Where accelerate has parts of a model compute, part by part; nothing of a model that it has not placed."""
     for module in model.modules():
         hook = vars(module).get("_hf_hook")
         for each in getattr(hook, "hooks", [hook]):
             if (device := getattr(each, "execution_device", None)) is not None:
-                return torch.device(f"cuda:{device}" if isinstance(device, int) else device)
-    weights = (p.device for p in model.parameters() if not p.is_meta)
-    return next(weights, torch.device("cpu"))
+                yield torch.device(f"cuda:{device}" if isinstance(device, int) else device)
+
+
+def check_one_device(model: nn.Module) -> None:
+    """Raise KvlabError for a model whose parts compute on several devices."""
+    places = sorted(map(str, set(_execution_devices(model))))
+    if len(places) > 1:
+        raise KvlabError(
+            f"this {type(model).__name__} computes on {' and '.join(places)}, and kvlab runs a model on one device; "
+            "load it with a device_map of one GPU, the CPU and the disk (max_memory= says how much of each)"
+        )
 
 
 # ----------------------------------------------------------------------------------------------- what holds a model

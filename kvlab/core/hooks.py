@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvlab.core.attention import accumulate, attend, attend_and_accumulate, last_visible
-from kvlab.core.hookable import EXPAND, NORMS, PROJECTIONS, expansion_of, is_latent, layers_of, text_config, windows_of
+from kvlab.core.hookable import (
+    EXPAND,
+    NORMS,
+    PROJECTIONS,
+    check_one_device,
+    expansion_of,
+    is_latent,
+    layers_of,
+    text_config,
+    windows_of,
+)
 from kvlab.core.latent import Expansion, joined
 from kvlab.core.rotation import CHECKED, Rotation, agreeing, candidates
 from kvlab.core.softmax import Softmax
@@ -225,6 +235,7 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True, hidden: bo
         hidden: whether they hold what the layers' projections were given, which costs another.
     """
     modules = layers_of(model)
+    check_one_device(model)
     busy = [m for m in modules if m in _hooked]
     if busy:
         raise KvlabError("this model is already inside a kvlab session; leave that one first")

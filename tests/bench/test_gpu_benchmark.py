@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+import warnings
 
 import pytest
 import torch
@@ -52,6 +53,7 @@ def test_a_small_run_and_a_second_one_that_measures_nothing(benchmark, monkeypat
     assert not any("right" in row for row in found["right", "bfloat16"]["rows"])
     refused_too, stored = (found["right", f"storage {form}"]["rows"][0] for form in ("kivi-4", "int8"))
     assert refused_too["note"].startswith("the CPU refuses it, too: kivi-4 rounds") and stored["right"] is True
+    assert found["right", "waits"]["rows"][0]["note"] == "only CUDA counts how often it is waited for"
     rows = found["fast", "decoding after 64 tokens"]["rows"]
     names = ["transformers", "full", "rocketkv", "rocketkv", "snapkv", "quest", "sparq"]
     assert [row["policy"] for row in rows] == names
@@ -247,6 +249,30 @@ def test_a_model_that_is_not_there_has_a_stand_in(benchmark, own_home):
     *_, right, _ = benchmark
     assert right.subject("smollm2-135m") == "tiny-llama-gqa, random weights (smollm2-135m is not there)"
     assert right.subject(TINY) == TINY
+
+
+def test_waits_are_counted_from_the_warnings_of_cuda(benchmark, monkeypatch):
+    """A model on the CPU that passes for one of CUDA's, and a policy whose steps in two layers warn as CUDA does."""
+    *_, right, _ = benchmark
+    modes, rows, h2o = [], [], right.chosen("h2o")
+
+    class Waiting(type(h2o)):
+        def step(self, store, weights):
+            if modes[-1:] == ["warn"]:
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+                warnings.warn("something else", stacklevel=1)
+            super().step(store, weights)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(kvlab, "policies", lambda: ["h2o", "oracle_attention", "snapkv"])
+    monkeypatch.setattr(
+        right, "chosen", lambda name: Waiting(budget=64) if name == "h2o" else kvlab.policy(name, budget=64)
+    )
+    pair = right.Pair(TINY, torch.device("cuda"))
+    pair.there = pair.cpu
+    right.waits(pair, rows)
+    assert rows == [{"policy": "h2o", "waits a step": 2.0}, {"policy": "snapkv", "waits a step": 0.0}]
+    assert modes == ["warn", "default"] * 2
 
 
 def test_marks_of_cuda_wait_once_for_the_device(monkeypatch):

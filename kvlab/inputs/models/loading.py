@@ -12,8 +12,9 @@ import io
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 import torch
 
@@ -32,6 +33,16 @@ from kvlab.lib.files import expanded, first_line, parsed, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+
+class Placing(TypedDict, total=False):
+    """What `load` passes to transformers: where weights lie, and how they are quantised."""
+
+    device_map: str | Mapping[str, Any]
+    max_memory: Mapping[int | str, int | str]
+    offload_folder: str | os.PathLike
+    quantization_config: QuantizationConfigMixin
 
 
 def load(
@@ -40,6 +51,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     *,
     onednn: bool | None = None,
+    **placing: Unpack[Placing],
 ) -> LM:
     """Load a model by name, local folder, .gguf file, hub id (org/name), or `random:SHAPE`.
 
@@ -47,6 +59,9 @@ def load(
     GPU. A known model that is not there yet is pulled first. onednn=False leaves the model's linear layers as torch
     made them; True has oneDNN multiply in the large ones, which are of another class then; None does so where it is
     faster, unless KVLAB_ONEDNN says otherwise (`kvlab.core.onednn`). kvlab's own attention asks that variable alone.
+    `placing` goes to transformers: device_map, max_memory and offload_folder leave weights on the CPU or on the disk
+    that do not fit the GPU, and quantization_config quantises them. They need accelerate, and the package that
+    quantises. All layers compute on one device: a model that is split over several GPUs is refused when it is run.
     Raises KvlabError where nothing of that name can be had, and for a model that kvlab cannot look into, before its
     weights are read.
     """
@@ -54,21 +69,23 @@ def load(
         raise KvlabError(
             f"a model has a name, such as {DEFAULT!r}, or a path, and not {name_or_path!r:.60}; {_what_exists()}"
         )
-    name = os.fspath(name_or_path)
+    name, settings = os.fspath(name_or_path), _settings(placing, device)
     if name in MODELS:
-        return _from_folder(pull(name), name, device, dtype, onednn)
+        return _from_folder(pull(name), name, device, dtype, onednn, settings)
     if name.startswith(RANDOM_PREFIX):
+        if settings:
+            raise KvlabError(f"{name} has no file of weights, so {' and '.join(settings)} cannot be had; leave it out")
         return random_lm(name.removeprefix(RANDOM_PREFIX), device=device, dtype=dtype, onednn=onednn)
     path = expanded(name)
     if os.path.isdir(path):
-        return _from_folder(path, path.resolve().name, device, dtype, onednn)
+        return _from_folder(path, path.resolve().name, device, dtype, onednn, settings)
     if os.path.isfile(path):
         if path.suffix != ".gguf":
             raise KvlabError(f"{name} is a file, but not a .gguf file; give that, or a folder in Hugging Face's format")
         sha256 = remembered_sha256([path])
-        return _from_folder(converted(path, sha256), path.stem, device, dtype, onednn, sha256)
+        return _from_folder(converted(path, sha256), path.stem, device, dtype, onednn, settings, sha256)
     if re.fullmatch(r"[\w.-]*\w[\w.-]*/[\w.-]*\w[\w.-]*", name) and not name.startswith(".") and path.suffix != ".gguf":
-        return _from_folder(_from_hub(name), name, device, dtype, onednn)
+        return _from_folder(_from_hub(name), name, device, dtype, onednn, settings)
     if os.sep in name or path.suffix == ".gguf":
         raise KvlabError(f"there is no folder or GGUF file {name}; {_what_exists()}")
     raise KvlabError(f"{nearest(name, MODELS, 'model')} ({_what_exists()})")
@@ -83,6 +100,21 @@ def tokenizer(name: str) -> PreTrainedTokenizerBase | None:
     if folder.name in ("", "..") or (name not in MODELS and folder.name != name):
         return None
     return read_tokenizer(folder) if os.path.isfile(folder / "tokenizer_config.json") else None
+
+
+def _settings(placing: Placing, device: str) -> dict[str, Any]:
+    """What goes to transformers of `placing`; raises KvlabError for what does not, and for two places."""
+    known = Placing.__annotations__
+    settings: dict[str, Any] = {name: value for name, value in placing.items() if value is not None}
+    for name in settings:
+        if name not in known:
+            raise KvlabError(nearest(name, known, "argument of load"))
+    if not settings:
+        return {}
+    if "device_map" in settings and device != "auto":
+        raise KvlabError(f"device={device!r} and device_map both say where the model lies; leave one of them out")
+    # A quantised model lies on one device unless something else is said.
+    return {"device_map": {"": resolved(device)}} | settings
 
 
 def random_lm(
@@ -140,9 +172,10 @@ def _from_folder(
     device: str,
     dtype: str | torch.dtype,
     onednn: bool | None,
+    settings: Mapping[str, Any],
     sha256: str | None = None,
 ) -> LM:
-    """The model in a folder. `sha256` of its weights, where it is known."""
+    """The model in a folder. `settings` go to transformers; `sha256` of its weights, where it is known."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     _check_whole(folder)
@@ -170,6 +203,7 @@ def _from_folder(
                 config=config,
                 use_safetensors=True,
                 **local,
+                **settings,
             )
             model, report = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
             tokenizer = read_tokenizer(folder)
@@ -184,8 +218,14 @@ def _from_folder(
             f"the weights in {folder} do not fit its config.json: {len(lacking)} are missing or of another "
             f"size, such as {lacking[0]}"
         )
+    if quantisation := settings.get("quantization_config"):
+        # Other numbers than those of the file: results of the two are not the same model's.
+        sha256 = hashlib.sha256(f"{sha256} {quantisation.to_dict()}".encode()).hexdigest()
+    # Quantised weights multiply in ways of their own, and what accelerate has placed stays there.
+    onednn = False if settings else onednn
     # transformers wraps Module.to so that a checker sees no self.
-    lm = _finish(model.to(on), tokenizer, name, sha256, onednn)  # pyright: ignore[reportArgumentType]
+    placed = model if settings else model.to(on)  # pyright: ignore[reportArgumentType]
+    lm = _finish(placed, tokenizer, name, sha256, onednn)
     if min(lm.n_layers, lm.context_length) < 1:
         raise KvlabError(
             f"cannot load a model from {folder}: it has {lm.n_layers} layers and takes {lm.context_length} tokens"
