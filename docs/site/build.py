@@ -154,7 +154,8 @@ def _doors(source: Path) -> None:
             for path in sorted((source / "docs").glob("*.md")):
                 if path.stem not in named and f"](docs/{path.name})" not in text:
                     title, opening = path.read_text(encoding="utf-8").split("\n\n")[:2]
-                    text += f"| [{title.removeprefix('# ')}](docs/{path.name}) | {' '.join(opening.split()).partition('. ')[0]} |\n"
+                    first = " ".join(opening.split()).partition(". ")[0]
+                    text += f"| [{title.removeprefix('# ')}](docs/{path.name}) | {first} |\n"
         found = re.findall(r"\[([^\]]+)\]\((\S+)\.md\)", text)
         named |= {Path(name).name for _, name in found}
         entries = "\n".join(f"{title} <{name}>" for title, name in found)
