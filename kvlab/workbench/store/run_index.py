@@ -84,7 +84,7 @@ def newest_of_each(
     query = _finished(ORDINARY, tags, model)
     known: dict[str, Run] = {}
     if model is not None and (not model or "'" in model):  # cannot be asked for
-        for run in finished(connection, experiment, model=model, **tags):
+        for run in finished(connection, experiment, PAGE, model, (), ORDINARY, **tags):
             known.setdefault(run.data.tags.get(tag, ""), run)
         return known
     while True:

@@ -101,11 +101,11 @@ def curves(rows: Iterable[Row]) -> dict[str, list[Point]]:
     found: dict[tuple[str, str], list[Point]] = {}
     for row in rows:
         fields = [name for _, name, _, _ in string.Formatter().parse(row.effect) if name]
-        player = next((name for name in PLAYERS if name in fields), None)
+        player = next((name for name in PLAYERS if name in fields), "")
         for axis in AXES if player else ():
             at = row.keys.get(axis)
             if isinstance(at, (int, float)) and at == int(at):
-                rest = _without(_without(row.effect, axis), str(player)).format(**row.keys)
+                rest = _without(_without(row.effect, axis), player).format(**row.keys)
                 name = f"{CURVES}_{axis}/{rest}".rstrip("/")
                 found.setdefault((str(row.keys[player]), name), []).append(Point(name, int(at), row.value))
     of_policies: dict[str, list[Point]] = {}
