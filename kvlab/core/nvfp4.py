@@ -10,24 +10,40 @@ does it.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from kvlab.core.entries import Fp8, Get
 from kvlab.core.kivi import pack_codes, unpack_codes
+from kvlab.core.slots import copied
 
 BLOCK = 16
 LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST_SCALE = Fp8.LARGEST
 
 
-def nearest_codes(x: Tensor) -> Tensor:
-    """e2m1 codes of float32 numbers, uint8: the sign is bit 3."""
-    levels = torch.tensor(LEVELS, device=x.device)
+@lru_cache(maxsize=8)
+def _levels(device: torch.device) -> Tensor:
+    """What each of the 16 codes stands for, on a device."""
+    levels = torch.tensor(LEVELS)
+    return copied(torch.cat([levels, -levels]), device)
+
+
+@lru_cache(maxsize=8)
+def _bounds(device: torch.device) -> Tensor:
+    """Where the code of a magnitude changes, on a device."""
+    levels = torch.tensor(LEVELS)
     bounds = (levels[1:] + levels[:-1]) / 2
     # `bucketize` sends a bound down. That is right for every other one, below which the code is even.
     bounds[1::2] = torch.nextafter(bounds[1::2], bounds.new_zeros(()))
-    return torch.bucketize(x.abs(), bounds).to(torch.uint8) | (x < 0).to(torch.uint8) << 3
+    return copied(bounds, device)
+
+
+def nearest_codes(x: Tensor) -> Tensor:
+    """e2m1 codes of float32 numbers, uint8: the sign is bit 3."""
+    return torch.bucketize(x.abs(), _bounds(x.device)).to(torch.uint8) | (x < 0).to(torch.uint8) << 3
 
 
 class Nvfp4(Fp8):
@@ -43,9 +59,10 @@ class Nvfp4(Fp8):
         return {name: pack_codes(codes, 4), f"{name} scale": scales.view(torch.uint8)}
 
     def restored(self, name: str, get: Get, heads: slice | None = None) -> Tensor:
-        codes, levels = unpack_codes(get(name), 4), torch.tensor(LEVELS, device=self.device)
-        levels = torch.cat([levels, -levels])
-        found = levels.index_select(0, codes.flatten().int()).view(codes.shape).unflatten(-1, (-1, BLOCK))
+        codes = unpack_codes(get(name), 4)
+        found = (
+            _levels(codes.device).index_select(0, codes.flatten().int()).view(codes.shape).unflatten(-1, (-1, BLOCK))
+        )
         steps = get(f"{name} scale").view(torch.float8_e4m3fn).float()
         scale = self.scales[name] if heads is None else self.scales[name].flatten()[heads]
         return ((found * steps[..., None]).flatten(-2) * scale[..., None, None]).to(self.dtype)

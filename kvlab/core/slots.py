@@ -44,6 +44,13 @@ def _apart(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, device=device)
 
 
+# What stays may be differentiated by a later user, of which an inference tensor cannot be part.
+@torch.inference_mode(False)
+def copied(table: Tensor, device: torch.device) -> Tensor:
+    """A table of numbers on a device, for a cache: itself if it is there."""
+    return table.to(device)
+
+
 def pick(tensor: Tensor, slots: Tensor) -> Tensor:
     """Slots `[rows, kv_heads, n]` of `[rows, kv_heads, slots, ...]`; where `slots` is -1, whatever lies first."""
     return Picking(slots)(tensor)

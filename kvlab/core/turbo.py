@@ -20,6 +20,7 @@ A rotation is a fixed sequence of sums, no matrix product, so that a vector is r
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache, reduce
 
 import numpy as np
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from kvlab.core.entries import AsIs, Get, Rounded
 from kvlab.core.kivi import pack_codes, unpack_codes
+from kvlab.core.slots import copied
 
 CELLS = 2**16
 """Into how many pieces the density is cut to find a codebook."""
@@ -53,6 +55,12 @@ def codebook(bits: int, head_dim: int) -> Tensor:
     return torch.tensor((levels - levels[::-1]) / 2, dtype=torch.float32)
 
 
+@lru_cache(maxsize=64)
+def on_device(device: torch.device, table: Callable[..., Tensor], *of: int) -> Tensor:
+    """A table of these arguments, copied to a device once: every step reads it, and a copy waits for a GPU."""
+    return copied(table(*of), device)
+
+
 class Rotation:
     """A random orthogonal map of vectors `[..., head_dim]`, the same for the same seed."""
 
@@ -64,14 +72,20 @@ class Rotation:
         signs = random.choice([-1.0, 1.0], head_dim) / math.sqrt(self.width)
         mix, upper = np.linalg.qr(random.standard_normal((blocks, blocks)))
         self.signs = torch.tensor(signs, dtype=torch.float32)
+        self._signs: dict[torch.device, Tensor] = {}
         self.mix = torch.tensor(mix * np.sign(np.diag(upper)), dtype=torch.float32)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._mixed(self._hadamard(x * self.signs.to(x.device)), self.mix)
+        return self._mixed(self._hadamard(x * self._signs_on(x.device)), self.mix)
 
     def back(self, x: Tensor) -> Tensor:
         """Undo the rotation."""
-        return self._hadamard(self._mixed(x, self.mix.T)) * self.signs.to(x.device)
+        return self._hadamard(self._mixed(x, self.mix.T)) * self._signs_on(x.device)
+
+    def _signs_on(self, device: torch.device) -> Tensor:
+        if device not in self._signs:
+            self._signs[device] = copied(self.signs, device)
+        return self._signs[device]
 
     def _hadamard(self, x: Tensor) -> Tensor:
         step = 1
@@ -140,12 +154,12 @@ class Turbo(Rounded):
         x, size = x.float(), x.shape[-1]
         norms = lengths(x)
         turned = rotation(size, self.seed)(torch.where(norms > 0, x / norms, 0))
-        levels = codebook(self.bits, size).to(x.device)
+        levels = on_device(x.device, codebook, self.bits, size)
         codes = torch.bucketize(turned, (levels[1:] + levels[:-1]) / 2, out_int32=True)
         found = {name: pack_codes(codes.to(torch.uint8), self.bits), f"{name} norm": _half(norms)}
         if self.inner_product:
             residual = turned - _looked_up(levels, codes)
-            signs = residual @ projection(size, self.seed).to(x.device).T >= 0
+            signs = residual @ on_device(x.device, projection, size, self.seed).T >= 0
             found[f"{name} sign"] = pack_codes(signs.to(torch.uint8), 1)
             found[f"{name} residual"] = _half(lengths(residual))
         return found
@@ -158,11 +172,11 @@ class Turbo(Rounded):
         """Keys or values as they are stored, before they are rotated back; float32."""
         codes = unpack_codes(get(name), self.bits)
         size = codes.shape[-1]
-        found = _looked_up(codebook(self.bits, size).to(codes.device), codes)
+        found = _looked_up(on_device(codes.device, codebook, self.bits, size), codes)
         if self.inner_product:
             signs = unpack_codes(get(f"{name} sign"), 1).float() * 2 - 1
             step = get(f"{name} residual").float() * sign_length(size)
-            found = found + signs @ projection(size, self.seed).to(codes.device) * step
+            found = found + signs @ on_device(codes.device, projection, size, self.seed) * step
         return found * get(f"{name} norm").float()
 
 

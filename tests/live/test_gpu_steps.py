@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import Counter
 
@@ -42,24 +43,22 @@ def quiet():
 @pytest.fixture(scope="module")
 def lms():
     """A function that gives a model with `n` KV heads, and twice as many query heads, on the pretended GPU."""
-    made: dict[int, models.LM] = {}
 
-    def make(n: int) -> models.LM:
-        if n not in made:
-            heads = dict(num_attention_heads=2 * n, num_key_value_heads=n)
-            with pretend_gpu.present():
-                made[n] = on_gpu_like(models.random_lm(device="cpu", **TINY, **heads))
-        return made[n]
+    @functools.cache
+    def make(n: int, head_dim: int = 16) -> models.LM:
+        heads = dict(num_attention_heads=2 * n, num_key_value_heads=n, head_dim=head_dim)
+        with pretend_gpu.present():
+            return on_gpu_like(models.random_lm(device="cpu", **TINY, **heads))
 
     return make
 
 
-def steps(lm: models.LM, name: str, length: int = 60) -> list[Seen]:
+def steps(lm: models.LM, name: str, length: int = 60, storage: str = "as_is") -> list[Seen]:
     """What was seen of each decoding step that did not have to make room; the first step compresses the prompt."""
     seen = []
     with pretend_gpu.present(), torch.inference_mode():
         ids = prompt(length).to(lm.device)
-        with kvlab.compress(lm.model, small(name), max_new_tokens=STEPS + 1) as session:
+        with kvlab.compress(lm.model, small(name), max_new_tokens=STEPS + 1, storage=storage) as session:
             past = lm.model(ids, use_cache=True).past_key_values
             for step in range(STEPS + 1):
                 room = session.allocated_bytes - session.aux_bytes
@@ -77,6 +76,12 @@ def test_a_step_waits_for_no_answer(lms, name):
     assert max(waits.total() for waits in found) <= WAITS.get(name, 0), sum(found, Counter()).most_common()
     if name in WAITS:
         assert any(waits.total() == WAITS[name] for waits in found), "the table may shrink"
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8", "kivi-4", "turbo-4", "turbo-3", "nvfp4", "int8/turbo-2"])
+def test_a_step_of_another_storage_waits_for_no_answer(lms, form):
+    found = [of_step.waits for of_step in steps(lms(2, head_dim=32), "snapkv", storage=form)]
+    assert len(found) >= STEPS - 3 and not sum(found, Counter())
 
 
 @pytest.mark.parametrize("name", NAMES)
