@@ -169,6 +169,7 @@ def _counts(ledger: list[Entry], on: str = "", narrow: bool = False) -> Table:
         table.add_column(heading, justify="right", footer=f"[{style}]{number}[/]")
     for heading, group in (("checks met", "checks"), (agreeing, "recomputed")):
         table.add_column(_stacked(heading) if narrow else heading, justify="right", footer=total.met(group) or "·")
+    questions = []
     for label, of_paper in by_paper(ledger).items():
         tally = Tally.of(of_paper)
         style = "red" if tally.checks_missed else "dim"
@@ -178,6 +179,12 @@ def _counts(ledger: list[Entry], on: str = "", narrow: bool = False) -> Table:
             f"[{style}]{tally.met('checks') or '·'}[/]",
             f"[dim]{tally.met('recomputed') or '·'}[/]",
         )
+        # The answer is yes, at least in direction.
+        if answered := tally.met("questions", (papers.HOLDS, papers.DIRECTION, papers.WEAK)):
+            questions.append(f"{label} {answered}")
+    if questions:
+        table.caption_justify = "left"
+        table.caption = f"Questions of ours, answered with yes: {', '.join(questions)}"
     return table
 
 

@@ -133,6 +133,18 @@ def test_where_nothing_was_measured_it_says_only_that():
     assert digest([], [], "It claims.") == ["It claims.", "It has no findings."]
 
 
+def test_a_paper_with_questions_alone_says_how_they_stand():
+    found = [
+        entry("holds", id="toy.one", finding="one", kind="question"),
+        entry("holds", id="toy.two", finding="two", kind="question"),
+        entry("fails", id="toy.three", finding="three", kind="question"),
+    ]
+    assert digest(found, [SMALL]) == [
+        "It has no findings.",
+        "Of 3 questions of ours on small, 2 hold and 1 fails.",
+    ]
+
+
 def test_of_this_projects_ledger_every_paper_has_five_sentences_the_first_on_what_it_claims():
     of_papers = {paper.label: paper.says for paper in papers.papers()}
     for judged in (

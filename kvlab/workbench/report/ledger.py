@@ -198,11 +198,11 @@ class Tally:
             return ""
         return f"{self.full_only} {'needs' if self.full_only == 1 else 'need'} the full profile"
 
-    def met(self, group: str) -> str:
-        """How many of a group's measured claims hold: "3 of 4"; empty for a group without any."""
+    def met(self, group: str, states: Sequence[str] = (papers.HOLDS,)) -> str:
+        """How many of a group's measured claims are in one of these states: "3 of 4"; empty for a group without any."""
         counted = getattr(self, group)
         measured = counted.total() - counted[papers.UNMEASURED] - counted[UNTESTED]
-        return f"{counted['holds']} of {measured}" if measured else ""
+        return f"{sum(counted[state] for state in states)} of {measured}" if measured else ""
 
     @property
     def checks_missed(self) -> int:

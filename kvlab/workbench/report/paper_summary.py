@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvlab import papers
 from kvlab.render.phrases import listed, plural
@@ -73,7 +73,7 @@ def digest(of_paper: Sequence[Entry], order: Sequence[Subject], says: str = "") 
                 _printed(of_paper, order),
             ]
             if measured
-            else [_unmeasured(len(found))]
+            else [_unmeasured(len(found)), *_questions(of_paper, order)]
         ),
     ]
     return [sentence for sentence in sentences if sentence]
@@ -95,6 +95,18 @@ def _unmeasured(count: int) -> str:
     if count == 1:
         return "Its only finding has not been measured yet."
     return f"None of its {count} findings has been measured yet."
+
+
+def _questions(of_paper: Iterable[Entry], order: Sequence[Subject]) -> Iterator[str]:
+    """How the questions of ours stand on each model, of a paper without measured findings."""
+    tallies = {model: Tally.of(mine).questions for model, mine in by_model(of_paper).items()}
+    for subject in order:
+        counted = tallies[subject.name]
+        states = [state for state in papers.VERDICTS if counted[state] and state != papers.UNMEASURED]
+        if states:
+            total = sum(counted[state] for state in states)
+            answers = listed([f"{counted[state]} {_verb(state, counted[state])}" for state in states])
+            yield f"Of {total} {plural(total, 'question')} of ours on {subject.label}, {answers}."
 
 
 def _counts(of_paper: Iterable[Entry], order: Sequence[Subject]) -> str:
