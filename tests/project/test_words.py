@@ -42,6 +42,7 @@ def test_exceptions_are_of_files_that_are_checked_and_have_problems():
         ("Positions 0, 1, ... n stay, with heads, layers etc. in order. They end. etc. Then more.", 4),
         ('It reads *this one.* Then (the second.) Then "the third." Last', 4),
         ("A. Smith wrote kvlab.core and README.md in it.", 1),
+        (words.plain("It reads `one`. Then the other."), 2),
     ],
 )
 def test_sentences_end_where_a_reader_ends_them(text, number):

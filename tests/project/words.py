@@ -46,8 +46,8 @@ NOUN_CLAUSE = 'a sentence that begins with "What" and asks nothing'
 
 _BANNED = re.compile("|".join(rf"(?P<b{number}>\b(?:{each})\b)" for number, each in enumerate(BANNED)), re.IGNORECASE)
 _END = re.compile(r"[.!?][\"'”’)\]*_]*\s+(?=\S)")
-# No end of a sentence, whatever follows; and none before a small letter or a number.
-_SHORT = re.compile(r"(?:^|[\s(\[\"“])(?:e\.g|i\.e|et al|cf|vs|approx|resp|Dr|Mr|Mrs|St|[A-Z])\.$")
+# No end of a sentence, whatever follows (an initial, but not X for code); and none before a number or a small letter.
+_SHORT = re.compile(r"(?:^|[\s(\[\"“])(?:e\.g|i\.e|et al|cf|vs|approx|resp|Dr|Mr|Mrs|St|[A-WYZ])\.$")
 _BEFORE_NUMBER = re.compile(r"(?:^|[\s(\[])(?:figs?|eqs?|secs?|tabs?|apps?|alg|thm|nos?|pp?|ch|vol)\.$", re.IGNORECASE)
 _BEFORE_SMALL = re.compile(r"(?:etc|incl|\.\.|…)\.$", re.IGNORECASE)
 _ITEM = re.compile(r"\s*(?:[*+-]|\d+[.)])\s+")
@@ -244,7 +244,7 @@ def problems(path: Path) -> list[Problem]:
         for sentence in sentences(part):
             if (count := words(sentence)) > LONGEST:
                 found.append(Problem(line, "long", f"{count} words: {sentence}"))
-            if re.match(r"What\b(?!.*\?)", sentence):
+            if re.match(r"What\b(?! to\b)(?!.*\?)", sentence):
                 found.append(Problem(line, "banned", f"banned: {NOUN_CLAUSE}: {sentence}"))
             for hit in _BANNED.finditer(sentence):
                 why = [*BANNED.values()][int(str(hit.lastgroup)[1:])]
