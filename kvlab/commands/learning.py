@@ -58,7 +58,7 @@ def compile_(
         Path | None,
         typer.Option(
             "--log",
-            help="JSONL file of trials, from which a stopped run goes on (default: beside the tables).",
+            help="JSONL file of trials, from which a stopped run goes on (default: in the folder of --out).",
             show_default=False,
         ),
     ] = None,
@@ -83,8 +83,8 @@ def compile_(
     for name in (*(name for name, value in given.items() if value is not None), *chosen):
         if name in ENDED.split():
             raise KvlabError(
-                f"{name} was a setting of joint trials and thresholds, which have ended; leave it out: `kvlab compile` "
-                "learns the weights of heads, one head at a time"
+                f"leave out {name}: `kvlab compile` no longer learns thresholds or several heads at once, but the "
+                "weight of one head at a time"
             )
     options.check_out(out)
     from kvlab.inputs import corpus

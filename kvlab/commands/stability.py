@@ -46,7 +46,7 @@ def stability(
         typer.Option(
             "--keep",
             metavar="FOLDER",
-            help="Write FOLDER/stability/MODEL.csv, beside kept ledgers (default: in the project's report).",
+            help="Write FOLDER/stability/MODEL.csv, next to the reference ledgers (default: in the project's report).",
             show_default=False,
         ),
     ] = None,

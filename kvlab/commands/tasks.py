@@ -76,7 +76,7 @@ def eval_(
         typer.Option(
             "--keep",
             metavar="FOLDER",
-            help="Keep the mean scores as data beside a ledger: FOLDER/tasks/MODEL.csv.",
+            help="Write the mean scores as FOLDER/tasks/MODEL.csv, next to the reference ledgers.",
             show_default=False,
         ),
     ] = None,

@@ -131,8 +131,8 @@ def action_losses(trace: Trace, settings: MarginalSettings) -> dict[str, Any]:
     """
     if max(settings.budgets) >= trace.prompt_length:
         raise KvlabError(
-            f"a prompt of {trace.prompt_length} tokens fits a budget of {max(settings.budgets)}: nothing is turned "
-            "away, and nothing can be learnt"
+            f"a prompt of {trace.prompt_length} tokens fits a budget of {max(settings.budgets)}: nothing is evicted, "
+            "and nothing can be learnt"
         )
     prompt, shares = trace.prompt, attended(trace)
     free = settings.policy(1)

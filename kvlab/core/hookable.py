@@ -70,8 +70,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
         _check_alike(kind, modules)
         if getattr(config, "kv_lora_rank", None) and not all(map(is_latent, modules)):
             raise KvlabError(
-                f"{kind} has latent attention (keys and values are made from one compressed vector for each token) "
-                f"whose cache does not hold these vectors, which kvlab does not model; {KNOWN}"
+                f"{kind} has latent attention, and its cache does not hold the compressed vectors; {KNOWN}"
             )
         return modules
     strange = next((module for layer, module in sorted(others.items()) if layer not in found), None)
@@ -204,8 +203,8 @@ def check_attends_to_all(model: nn.Module) -> None:
     """Raise KvlabError for a model whose sparse indexer chooses tokens: its keys would have to leave with entries."""
     if is_indexed(model):
         raise KvlabError(
-            f"{type(model).__name__} chooses the tokens that it attends to by a sparse indexer, whose own cache no "
-            "policy compresses; capture a trace and replay policies beside `trace.indexer`"
+            f"{type(model).__name__} has a sparse indexer with a cache that no policy compresses; capture a trace, "
+            "replay policies on it and compare with `trace.indexer`"
         )
 
 
@@ -246,8 +245,8 @@ def required_projections(modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
             weight = _effective(module, output)
         if weight is None:
             raise KvlabError(
-                "a policy looks at values as the layers' output projections change them, and one of these is no "
-                "linear map here (quantised activations?); take a policy that does not"
+                "the policy needs a linear output projection in each layer, and one layer has none (quantised "
+                "activations?); choose another policy"
             )
         found.append(expansion_of(module).projection(weight) if is_latent(module) else weight)
     return tuple(found)

@@ -144,8 +144,8 @@ def _attention(module, query, key, value, attention_mask, scaling=None, position
     entry = _hooked.get(module)
     if entry is None:
         raise KvlabError(
-            f"the 'kvlab' attention only runs inside kvlab's own context managers, and this {type(module).__name__} is "
-            "not hooked (a copy of the model, by DataParallel?); call the model itself"
+            f"this {type(module).__name__} is not hooked (a copy of the model, by DataParallel?); call the model "
+            "itself, inside kvlab's context manager"
         )
     pre = _as_heads(entry.projected.pop(), query) if entry.projected else None
     scaling = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
@@ -218,8 +218,8 @@ def check_length(model: nn.Module, length: int) -> None:
     for layer, window in windows_of(model).items():
         if window < length:
             raise KvlabError(
-                f"layer {layer} of {type(model).__name__} sees a window of {window} tokens, and the sequence has "
-                f"{length}; no layer of it attends to the whole past, so use at most {window} tokens"
+                f"every layer of {type(model).__name__} has a sliding window, layer {layer} of {window} tokens; "
+                f"use at most {window} tokens, not {length}"
             )
 
 

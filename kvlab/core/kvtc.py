@@ -216,8 +216,8 @@ class Transformed(Rounded):
         heads = entries.shape[1]
         if max(layers) >= n_layers or heads % kv_heads or entries.head_dim not in (0, head_dim):
             raise KvlabError(
-                f"this calibration is of {n_layers} layers with {kv_heads} KV heads of {head_dim} channels, and this "
-                f"model has layers with {heads} of {entries.head_dim}; make one with `kvlab calibrate`"
+                f"the calibration has {n_layers} layers of {kv_heads} KV heads of {head_dim} channels, the model "
+                f"{heads} KV heads of {entries.head_dim}; make one with `kvlab calibrate`"
             )
         of_heads = torch.arange(kv_heads).repeat_interleave(heads // kv_heads)
         self.tables = (torch.tensor(layers)[:, None] * kv_heads + of_heads).int()

@@ -487,8 +487,8 @@ class LayerStore:
 
     def _refuse_apart(self) -> NoReturn:
         raise KvlabError(
-            "this policy changes keys or values apart, and in latent attention a value is a part of its key; take a "
-            "policy that evicts entries or merges whole ones"
+            "this policy changes keys or values separately, and in latent attention they are one vector; choose a "
+            "policy that evicts or merges entries"
         )
 
     def expand(self, heads: int) -> None:

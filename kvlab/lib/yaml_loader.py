@@ -96,7 +96,7 @@ def _walk(node: yaml.Node, place: tuple, lines: Lines, name: str, within: list[i
             line = key.start_mark.line + 1
             word = key.value if isinstance(key, yaml.ScalarNode) else None
             if word in seen and word is not None:
-                raise KvlabError(f"{name}, line {line}: the key '{word}' stands there twice")
+                raise KvlabError(f"{name}, line {line}: the key '{word}' is there twice")
             seen.add(word)
             # No file of kvlab has a key that is not a scalar; the check of the data refuses such a file.
             below = (*place, "" if word is None else word)

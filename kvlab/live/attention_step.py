@@ -107,8 +107,8 @@ class Attending:
             return attention.attend(queries, store.keys, store.values, softmax, padding)
         if not store.compressed and store.length > queries.shape[2] and not store.has_column(ACCUMULATED):
             raise KvlabError(
-                f"{self._policy.name} adds up the attention of every query of its prompt, and only "
-                f"{queries.shape[2]} of {store.length} were fed inside the session; feed the whole prompt there"
+                f"{self._policy.name} sums attention over every query of its prompt; feed the whole prompt inside the "
+                f"session, not {queries.shape[2]} of {store.length} tokens"
             )
         kv_heads = store.kv_heads
         out, gathered = attention.attend_and_accumulate(queries, store.keys, store.values, softmax, padding)

@@ -279,7 +279,7 @@ class LiveCache(DynamicCache):
         if self.seen - n < self.ended_at and any(store.length < store.seen for store in stores):
             raise KvlabError(
                 f"crop(-{n}) reaches into a prompt of which entries have been evicted; only the {self.seen} - "
-                f"{self.ended_at} tokens since can be taken back"
+                f"{self.ended_at} tokens after it can be cropped"
             )
         super().crop(tokens_to_remove)
         if n == 0:

@@ -173,9 +173,8 @@ class Prefill:
         known = states.shape[1]
         if known < length and self._judges(length):
             raise KvlabError(
-                f"{self._policy.name} reads the hidden state of every token of its prompt, and after an earlier turn "
-                f"or a cache that was handed in only {known} of {length} are known; store later turns whole "
-                "(turns='leave'), or begin anew"
+                f"{self._policy.name} needs the hidden states of all {length} tokens of its prompt, and the session "
+                f"saw {known}; store later turns whole (turns='leave'), or begin anew"
             )
         return states
 
@@ -224,17 +223,16 @@ class Prefill:
         if policy.needs.queries is None:
             self._check_all(known, length)
         raise KvlabError(
-            f"{policy.name} looks at the last {need} queries, and only {known} were fed inside the session after "
-            "the cache that was handed in; feed the end of the prompt there"
+            f"{policy.name} needs the last {need} queries, and only {known} were fed inside the session; feed the end "
+            "of the prompt inside the session"
         )
 
     def _check_all(self, known: int, length: int) -> None:
         """Raise KvlabError where not all queries of a prompt are known to a policy that looks at each."""
         if known < length and self._judges(length):
             raise KvlabError(
-                f"{self._policy.name} looks at every query of its prompt, and after an earlier turn or a cache that "
-                f"was handed in only {known} of {length} are known; store later turns whole (turns='leave'), or begin "
-                "anew"
+                f"{self._policy.name} needs all {length} queries of its prompt, and the session saw {known}; store "
+                "later turns whole (turns='leave'), or begin anew"
             )
 
     def _pseudo_tokens(self, cache: LiveCache, number: int, pseudo: PseudoTokens) -> Tensor:
@@ -270,8 +268,8 @@ class Prefill:
             first = cache.likelihood.next_ids(cache.compressed[0].groups[number].rows)
             if first is None:
                 raise KvlabError(
-                    f"{self._policy.name} drafts an answer, and the logits after the prompt are not known; feed the "
-                    "prompt's end as input_ids to the model itself, inside the session"
+                    f"{self._policy.name} drafts an answer and needs the logits after the prompt; feed the prompt's "
+                    "end as input_ids to the model itself, inside the session"
                 )
             seen = []
             for index in range(len(cache.compressed)):

@@ -57,8 +57,8 @@ class Reports:
         for group in (group for layer in cache.compressed for group in layer.groups if group.shadow is None):
             if group.lossy or group.store.rounded:
                 raise KvlabError(
-                    "the cache handed in has lost entries already, or rounded them, so its full attention is not "
-                    "known; leave out the probes that compare with it, or have them from the first prompt on"
+                    "the cache passed in has evicted or rounded entries; leave out probes that compare with full "
+                    "attention, or start them with the first prompt"
                 )
             rows = group.store.rows
             group.shadow = Shadow.of(group.store, len(cache.compressed) * cache.batch / rows, self._shadow_bytes)

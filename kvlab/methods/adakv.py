@@ -15,9 +15,9 @@ from kvlab.methods._base.scorer import ScorerWrapper
 class AdaKV(ScorerWrapper):
     """Keeps the best entries of all KV heads of a layer together, whatever the heads' shares; prefill only.
 
-    Ada-KV (Feng et al. 2024), algorithms 1 and 2: the scores of all heads compete for heads x budget entries, so that
-    heads with spread attention keep more; each head is sure of a `floor` of the budget. Every generated token is kept
-    besides. Cost: what the scorer costs; the heads hold different numbers of entries.
+    Ada-KV (Feng et al. 2024), algorithms 1 and 2: the scores of all heads compete for heads x budget entries. Heads
+    with spread attention keep more. Each head keeps at least `floor` of the budget. Every generated token is also kept.
+    Cost: that of the scorer; the heads hold different numbers of entries.
 
     Choices: the floor is a share of what the scorer leaves free (the window is every head's own), as in the authors'
     code. Of equal scores the earlier position stays, then the earlier head.

@@ -20,20 +20,19 @@ BIAS = "bias"
 
 
 class AttentionMatching(Scorer):
-    """Keeps the keys that reference queries attend to most, and fits a bias and a value to each so that few entries
-    attract and give what all of them did; prefill only.
+    """Keeps the keys that reference queries attend to most, with a fitted bias and value for each; prefill only.
 
-    "Fast KV Compaction via Attention Matching" (Zweiger et al. 2026), the variant of highest attention keys: reference
+    "Fast KV Compaction via Attention Matching" (Zweiger et al. 2026), the variant of highest attention keys. Reference
     queries are those of the model as it reads the prompt a second time. For each KV head the keys with the largest root
-    mean square of their attention stay. A bias for each makes the sum of exp(logit + bias) over them that over all keys
-    (least squares within bounds), and values make their attention output that of the full cache (least squares). Every
-    generated token is kept besides. Cost: a second pass over the prompt, and two least-squares problems for each KV
-    head.
+    mean square of their attention stay. Each gets a bias. The sum of exp(logit + bias) over the kept keys then fits
+    that over all keys (bounded least squares). Each gets a value: the attention output then fits that of the full cache
+    (least squares). Every generated token is also kept. Cost: a second pass over the prompt, and two least-squares
+    problems for each KV head.
 
-    Choices: the prompt is read again at once, without words in between (the authors write "Repeat the previous
-    context"), and all layers are fitted on the queries of the full cache, not one layer after the other. All heads have
-    the same budget (the authors optimise it for each model). A query is scaled by its own largest logit, as in the
-    authors' code. Bounds and steps are those of their configuration.
+    Choices: the prompt is read again without words in between (the authors write "Repeat the previous context"). All
+    layers are fitted on the queries of the full cache, not one layer after the other. All heads have the same budget
+    (the authors optimise it for each model). A query is scaled by its own largest logit, as in the authors' code.
+    Bounds and steps are those of their configuration.
 
     Parameters:
         budget: entries for each layer and KV head, or a fraction of the prompt.

@@ -21,17 +21,17 @@ class Cake(SnapKV):
     """Keeps the window and the older tokens whose attention is high or changes much, with a layer's budget by its
     preference; prefill only.
 
-    "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences" (Qin et al. 2025): a
-    token's indicator is the mean of the window's attention to it plus `gamma` times its variance over the window's
-    queries, average-pooled. A layer's preference is H^(1 / tau1) x V^(1 / tau2), with H the entropy and V the variance
-    of the window's attention to older tokens; beside the window, layers x (budget - window) entries are shared out in
-    proportion. Every generated token is kept besides. All layers are seen before any is compressed. Cost: SnapKV's,
-    and the entropy and variance of the window's attention.
+    "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences" (Qin et al. 2025): each token has an
+    average-pooled indicator. It is the mean of the window's attention plus `gamma` times its variance over the window's
+    queries. A layer's preference is H^(1 / tau1) x V^(1 / tau2). H is the entropy and V the variance of the window's
+    attention to older tokens. The layers share layers x (budget - window) entries in proportion, and each keeps its
+    window. Every generated token is also kept. All layers are seen before any is compressed. Cost: SnapKV's, and the
+    entropy and variance of the window's attention.
 
-    Choices: as in the authors' code, H is summed over heads and queries, V over heads and tokens, and the indicators of
-    a GQA group are averaged. They tune tau1 (0.4 to 1.9) and tau2 (0.4 to 2.3) for each model and budget; the default 1
-    is their script's. The cascade, which bounds memory in the prefill and ends at the same budgets, is left out. What
-    exceeds a short prompt goes to the other layers in proportion.
+    Choices: as in the authors' code, H is summed over heads and queries, V over heads and tokens. The indicators of a
+    GQA group are averaged. They tune tau1 (0.4 to 1.9) and tau2 (0.4 to 2.3) for each model and budget; the default 1
+    is their script's. The cascade, which bounds memory in the prefill and ends at the same budgets, is left out.
+    Entries beyond a short prompt's length go to the other layers in proportion.
 
     Parameters:
         budget: entries for each layer and KV head on average, the window included.

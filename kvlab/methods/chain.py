@@ -24,9 +24,9 @@ CHANNELS = "channels"
 class Chain(Policy):
     """Evicts with one method down to its budget, and with another from there down to the final one; prefill only.
 
-    Not from a paper: kvpress applies methods in turn in the same way (ComposedPress). The second method scores nothing
-    but the entries that the first has left, with the last queries of the prompt. A method of channels (`think`) can be
-    one of the two: the other spends the whole budget, and both act. Cost: what the two cost, the second on a shorter
+    Not from a paper: kvpress applies methods in turn in the same way (ComposedPress). The second method scores only the
+    entries that the first has left, with the last queries of the prompt. A method of channels (`think`) can be one of
+    the two: the other spends the whole budget, and both act. Cost: that of both methods, the second on a shorter
     prompt.
 
     Choices: of the tokens whose queries the second looks at, some may have left; these queries still look at what

@@ -16,13 +16,12 @@ from kvlab.methods._base.scorer import ScorerWrapper
 class ChunkKV(ScorerWrapper):
     """Keeps whole chunks of neighbouring tokens, those with the best mean score; one set for a layer; prefill only.
 
-    ChunkKV (Liu et al. 2025), algorithm 1: the prompt is cut into chunks of `chunk` tokens, a chunk's score is that of
-    its tokens over all heads, and the best chunks stay, so that what belongs together is kept together. Every generated
-    token is kept besides. Cost: what the scorer costs.
+    ChunkKV (Liu et al. 2025), algorithm 1: the prompt is cut into chunks of `chunk` tokens. A chunk's score is that of
+    its tokens over all heads, and the best chunks stay. Every generated token is also kept. Cost: that of the scorer.
 
     Choices: as in the authors' code, all KV heads of a layer share one set. Tokens that the scorer always keeps stay
-    whatever their chunk. The last chunk that the budget has no room for as a whole is filled up by its best tokens, so
-    that the budget is spent. The reuse of sets by neighbouring layers is left out.
+    whatever their chunk. If a chunk exceeds the rest of the budget, its best tokens fill that rest. The reuse of sets
+    by neighbouring layers is left out.
 
     Parameters:
         budget: entries for each layer and KV head, or a fraction of the prompt.

@@ -19,11 +19,11 @@ class Compactor(Leverage):
     """Keeps the tokens whose keys stand out or that their neighbours attend to, later ones included; prefill only.
 
     "Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores" (Chari and Van Durme
-    2025): the score of a token is `blend` times its leverage (`leverage`) plus its attention, each less its mean and
-    over its standard deviation in the layer. Attention is that of all queries of a chunk to all keys of the chunk,
-    later ones too, summed, averaged over the GQA group, times the norm of the value, average-pooled over 3 tokens. The
-    first and last tokens always stay. Every generated token is kept besides. Cost: that of `leverage`, and the
-    attention inside chunks; the queries of the whole prompt.
+    2025): the score combines leverage and attention. It is `blend` times the leverage (`leverage`) plus the attention.
+    Both are standardised within the layer: less the mean, over the standard deviation. Attention is that of all queries
+    of a chunk to all keys of the chunk, later ones included. It is summed, averaged over the GQA group, multiplied by
+    the norm of the value, and average-pooled over 3 tokens. The first and last tokens always stay. Every generated
+    token is also kept. Cost: that of `leverage`, and the attention inside chunks; the queries of the whole prompt.
 
     Choices: the author's press in kvpress is followed, with the blend of his engine, compactor-vllm; the press takes
     the share that is evicted. Queries and keys are multiplied without the factor 1 / sqrt(d), as in both. The last

@@ -28,17 +28,17 @@ class CompilerKV(Policy):
     """Keeps the tokens of largest weighted utility that pass a threshold for the prompt's risk; prefill only.
 
     CompilerKV, section 4: A_i is the attention of the last `utility_window` queries to token i, averaged over layers
-    and heads (eq. 6); times the relative norm of the value (eq. 7) it is the utility of each head (eq. 8). The score of
-    a layer's token is the largest over its heads, each weighted by the head table (eq. 10). A token is a candidate if
-    its score, relative to the layer's largest, reaches the threshold (eq. 15). The risk table gives it for the layer,
-    the entropy of the mean attention over the last `window` queries (eq. 11-12) and the perplexity of their tokens (eq.
-    13). All candidates are kept if they fit the budget, else the best of them (eq. 16). One set for each layer, shared
-    by its heads; nothing is forced. Every generated token is kept besides. All layers are seen before any is
-    compressed. Cost: SnapKV's, and the norms of all values.
+    and heads (eq. 6). The utility of a head is A_i times the relative norm of the value (eq. 7-8). The score of a
+    layer's token is the largest over its heads, each weighted by the head table (eq. 10). A token is a candidate if its
+    score, relative to the layer's largest, reaches the threshold (eq. 15). The risk table gives the threshold by layer,
+    entropy and perplexity. The entropy is of the mean attention over the last `window` queries (eq. 11-12), the
+    perplexity of their tokens (eq. 13). All candidates are kept if they fit the budget, else the best of them (eq. 16).
+    The heads of a layer share one set; nothing is forced. Every generated token is also kept. All layers are seen
+    before any is compressed. Cost: SnapKV's, and the norms of all values.
 
-    Choices where the paper is silent: the norm is the Euclidean one; a query head's value is that of its KV head. What
-    a threshold's scores are relative to is lost from the text at hand: appendix B.1 says that they concentrate around
-    one number, which those relative to the mean do (`scale="mean"`), and the published code divides by the largest.
+    Choices where the paper is silent: the norm is the Euclidean one; a query head's value is that of its KV head. The
+    text at hand does not say what a threshold's scores are divided by. Appendix B.1 says that they concentrate around
+    one number: true after division by the mean (`scale="mean"`). The published code divides by the largest.
 
     The authors' runs differ from the paper (`variant="published"`). Each layer has its own attention, summed over the
     window, average-pooled and weighted for each query head. The mean over the heads selects one set for each layer. The
@@ -57,8 +57,8 @@ class CompilerKV(Policy):
         pad: "none" keeps the candidates alone; "budget" fills up to the budget with the best of the others.
         variant: "paper", or "published" for the method of the authors' code, which sets `kernel=7`, `norms="none"`,
             `pad="budget"`, and `utility_window` and `recent` to `window`.
-        tables: JSON file of both tables, as `kvlab compile` writes it, or the name of a model whose tables come with
-            kvlab; without tables all heads weigh 1 and every token passes, and a warning says so.
+        tables: JSON file of both tables (`kvlab compile`), or a model whose tables come with kvlab; by default equal
+            weights and no threshold, with a warning.
     """
 
     name: ClassVar[str] = "compilerkv"
@@ -150,8 +150,9 @@ class CompilerKV(Policy):
         return self.window if self.gates else 0
 
     def survey(self, prompt: Prompt) -> Tensor:
-        """Attention of the utility window and of the whole window, averaged over heads, `[rows, 2, length]`; of the
-        authors' code, the pooled and weighted scores of all query heads, `[rows, heads, older]`.
+        """Attention of the utility window and of the whole window, averaged over heads, `[rows, 2, length]`.
+
+        With the authors' variant: the pooled and weighted scores of all query heads, `[rows, heads, older]`.
         """
         if prompt.lossy:
             raise KvlabError(
@@ -171,21 +172,22 @@ class CompilerKV(Policy):
             if self._weights_for(prompt) is None:
                 warnings.warn(
                     "compilerkv runs with neutral tables: the authors' weights are for 32 layers of 32 query heads, "
-                    f"and this model has {prompt.n_layers} of {prompt.heads}; pass tables= for weights of your own",
+                    f"not {prompt.n_layers} of {prompt.heads}; pass tables= for your own",
                     stacklevel=2,
                 )
             return budgets_by_top_scores(surveys, self.entries(prompt.length), self.window, REACH)
         if self.tables is None and self._tables.neutral:
             warnings.warn(
-                "compilerkv runs with neutral tables: all heads weigh the same and no token is turned away; pass "
-                "tables= the name of a model whose tables come with kvlab, or a file of `kvlab compile`",
+                "compilerkv runs with neutral tables: equal weights and no threshold; pass tables= a model whose "
+                "tables come with kvlab, or a file of `kvlab compile`",
                 stacklevel=2,
             )
         return surveys.mean(0).expand_as(surveys)
 
     def scores(self, prompt: Prompt) -> Tensor:
-        """Weighted utility of each layer's tokens before pooling, the same for all KV heads (eq. 10); of the authors'
-        code, the weighted mean of the heads' attention.
+        """Weighted utility of each layer's tokens before pooling, the same for all KV heads (eq. 10).
+
+        With the authors' variant: the weighted mean of the heads' attention.
         """
         return self._weighted(prompt)[:, None].expand(-1, prompt.kv_heads, -1)
 

@@ -17,10 +17,10 @@ class CriticalAdaKV(CriticalKV):
     """Shares the budget among a layer's heads by another's scores, and spends each share as `criticalkv` does; prefill
     only.
 
-    CriticalKV (Feng et al. 2025), on top of Ada-KV: the scores of all heads compete for heads x budget entries, each
-    head being sure of a `floor`, which says how many a head keeps. Of these the first part goes to the tokens that
-    score highest, the rest to those whose (score + epsilon) x |W_o v|_1 is largest. Every generated token is kept
-    besides. Cost: that of `criticalkv`; the heads hold different numbers of entries.
+    CriticalKV (Feng et al. 2025), on top of Ada-KV: the scores of all heads compete for heads x budget entries. This
+    sets each head's number of entries, at least `floor` of the budget. The first part of a head's entries goes to the
+    highest scores, the rest to the largest (score + epsilon) x |W_o v|_1. Every generated token is also kept. Cost:
+    that of `criticalkv`; the heads hold different numbers of entries.
 
     Choices: those of `adakv` and `criticalkv`. As in kvpress, heads compete by the scores alone.
 

@@ -1,4 +1,4 @@
-"""CriticalKV (Feng et al., 2025): what a token's value does to the hidden state counts beside its attention."""
+"""CriticalKV (Feng et al., 2025): scores count both a token's attention and what its value does to the hidden state."""
 
 from typing import Annotated, ClassVar
 
@@ -17,14 +17,14 @@ class CriticalKV(ScorerWrapper):
     """Spends a part of the budget by another's scores, the rest by these times the size of the projected values;
     prefill only.
 
-    CriticalKV (Feng et al. 2025, version 1), algorithm 1: the first part goes to the tokens that score highest; of the
-    others those stay whose (score + epsilon) x |W_o v|_1 is largest, W_o the output projection of the layer, which
-    bounds how far the attention output moves without them. Every generated token is kept besides. Cost: what the scorer
-    costs, and one product of all values with W_o.
+    CriticalKV (Feng et al. 2025, version 1), algorithm 1: the first part goes to the tokens that score highest. Of the
+    others those with the largest (score + epsilon) x |W_o v|_1 stay, W_o being the layer's output projection. The
+    product bounds how far the attention output moves without a token. Every generated token is also kept. Cost: that of
+    the scorer, and one product of all values with W_o.
 
-    Choices: the norm is averaged over a GQA group, as in kvpress. What the scorer always keeps stays, and is counted in
-    the first part. Scores are raised by the lowest where that is below zero (the paper's are attention weights), since
-    a product with negative scores would turn the order round.
+    Choices: the norm is averaged over a GQA group, as in kvpress. Tokens that the scorer always keeps stay, and count
+    in the first part. Where the lowest score is negative, it is subtracted from all: a product would reverse the order
+    of negative scores. The paper's scores are attention weights.
 
     Parameters:
         budget: entries for each layer and KV head, or a fraction of the prompt.

@@ -18,16 +18,17 @@ RANK = 20
 
 
 class CurDKV(Scorer):
-    """Keeps the first tokens, and those whose key and value have the largest leverage beside their neighbours; prefill
+    """Keeps the first tokens, and those whose key and value have the largest leverage among their neighbours; prefill
     only.
 
     "Value-Guided KV Compression for LLMs via Approximated CUR Decomposition" (Sengupta et al. 2025): tokens are ranked
-    by leverage scores of keys and values, as a CUR decomposition picks rows, so that values count as keys do. No query
-    is needed. Every generated token is kept besides. Cost: the norms of all keys and values.
+    by leverage scores of keys and values. A CUR decomposition picks rows in the same way. Values count as much as keys.
+    No query is needed. Every generated token is also kept. Cost: the norms of all keys and values.
 
-    Choices, all as in the press that an author gave to kvpress: the leverage of a vector is its squared norm, over the
-    sum within its block of `local` tokens; the last block may be shorter; the two are multiplied. With `project` keys
-    and values are first multiplied by a Gaussian matrix of 20 columns, the same for all heads of a layer.
+    Choices, all as in the press that an author wrote for kvpress. The leverage of a vector is its squared norm over the
+    sum within its block. A block has `local` tokens; the last may be shorter. The leverages of key and value are
+    multiplied. With `project` keys and values are first multiplied by a Gaussian matrix of 20 columns, the same for all
+    heads of a layer.
 
     Parameters:
         budget: entries for each layer and KV head, or a fraction of the prompt.

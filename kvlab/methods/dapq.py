@@ -21,26 +21,26 @@ from kvlab.methods._base.scorer import Scorer
 class DapQ(Scorer):
     """Keeps the prompt tokens that pseudo-tokens at the response's first positions attend to most; prefill only.
 
-    DapQ, section 4: `window` pseudo-tokens run after the prompt at positions P .. P + window - 1 (eq. 4); their
-    attention over the prompt's keys is summed (eq. 5) and its top `budget` are kept (eq. 6), nothing forced and nothing
-    pooled; the pseudo-tokens are cropped off again. Every generated token is kept. Cost: `window` more tokens in the
+    DapQ, section 4: `window` pseudo-tokens run after the prompt at positions P .. P + window - 1 (eq. 4). Their
+    attention over the prompt's keys is summed (eq. 5), and the top `budget` are kept (eq. 6). Nothing is forced or
+    pooled. The pseudo-tokens are cropped again. Every generated token is kept. Cost: `window` more tokens in the
     prefill.
 
-    Choices where the paper is silent: the attention is a softmax over prompt keys alone, unless `softmax="all"`; the
+    Choices where the paper is silent: the attention is a softmax over prompt keys only, unless `softmax="all"`. The
     group's heads are summed and share one set.
 
     Parameters:
         budget: entries for each layer and KV head.
         window: pseudo-tokens, N in the paper (32).
-        content: what they say: "first_last" (`first` tokens of the prompt, then its last window - first), "scattered"
-            (drawn from the prompt), "span" (a random span of it), "sentence" (`sentence`, repeated) or "vocabulary"
-            (random token ids); the paper's figure 6a.
+        content: what they say, as in the paper's figure 6a. "first_last": `first` tokens of the prompt, then its last
+            window - first. "scattered": drawn from the prompt. "span": a random span of it. "sentence": `sentence`,
+            repeated. "vocabulary": random token ids.
         first: tokens from the prompt's start under "first_last" (4 of 32 in the paper's settings).
         sentence: under "sentence".
         seed: of the random contents.
-        softmax: "prompt" for one over the prompt's keys alone, so that every pseudo-query weighs the same; "all" for
-            the one of the pass itself, where they attend to each other too (section 6.2's mutual attention) and the
-            prompt gets what is left. Not with content="vocabulary".
+        softmax: "prompt" for one over the prompt's keys only: every pseudo-query weighs the same. "all" for the one of
+            the pass itself: pseudo-tokens attend to each other too (section 6.2's mutual attention). Not with
+            content="vocabulary".
     """
 
     name: ClassVar[str] = "dapq"
@@ -76,7 +76,7 @@ class DapQ(Scorer):
 
     @property
     def tokens_key(self) -> str:
-        """What tells the pseudo-tokens from those of other settings."""
+        """A key that differs between settings with different pseudo-tokens."""
         detail = {"first_last": self.first, "sentence": self.sentence}.get(self.content, self.seed)
         return f"{self.content}/{detail}/{self.window}"
 

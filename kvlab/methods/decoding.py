@@ -19,9 +19,9 @@ class Decoding(Rescoring, ScorerWrapper):
     """Keeps the best entries by another's scores, at the prefill and every `interval` generated tokens anew.
 
     Not from a paper: kvpress runs its scores while decoding in the same way (DecodingPress, every 512 tokens). Every
-    `interval` tokens all that is stored, prompt and response alike, is scored as a prompt would be, with the latest
-    queries as its observation window, and the best entries stay. Between two passes generated tokens gather, so that
-    the cache holds at most budget + interval entries. Cost: the scorer's at each pass; its window of queries, stored.
+    `interval` tokens all stored entries, of prompt and response, are scored like a prompt. The latest queries are the
+    observation window, and the best entries stay. Between two passes generated tokens gather, so that the cache holds
+    at most budget + interval entries. Cost: the scorer's at each pass; its window of queries, stored.
 
     Choices: the tokens whose queries observe always stay. After a turn that was stored whole, a pass waits until the
     scorer's window of queries has been seen. Scorers that need what only a prefill shows are refused with the reason.

@@ -41,19 +41,19 @@ Part = Annotated[int | float, BeforeValidator(_given), AfterValidator(_part)]
 class DuoAttention(Policy):
     """Retrieval heads keep every entry; streaming heads keep the first and the most recent ones, at every step.
 
-    DuoAttention (Xiao et al. 2024), the sizes of its parts as in RocketKV, appendix A.3: at the prompt's length all
-    heads together hold at most layers x KV heads x budget entries, which sets the number of retrieval heads; those of
-    best score are taken. Streaming heads roll on while decoding; retrieval heads keep the response. Cost: none while
-    running; the scores are measured once for a model.
+    DuoAttention (Xiao et al. 2024), the sizes of its parts as in RocketKV, appendix A.3: the heads with the best scores
+    are retrieval heads. Their number is the largest at which all heads hold at most layers x KV heads x budget entries
+    of the prompt. Streaming heads roll on while decoding; retrieval heads keep the response. Cost: none while running;
+    the scores are measured once for a model.
 
     The appendix prints 128 sinks and 512 recent tokens. Its authors' code scales both with the prompt, and these are
-    the numbers at 16,000 tokens. Shares do the same here: a budget of no more than both parts makes all heads stream,
-    and the recent part is the rest; a budget of no more than twice the sinks gives them a fifth of it.
+    the numbers at 16,000 tokens. Shares do the same here. A budget of at most both parts makes all heads stream, and
+    the recent part is the rest. A budget of at most twice the sinks gives the sinks a fifth of it.
 
-    Choices: the paper trains gates to tell heads apart; here scores are measured (`kvlab heads`): the share of the
-    answer tokens' attention that falls on a needle's tokens, the largest in the GQA group. Of equal scores the earlier
-    layer wins, then the earlier head; without scores all are equal, and a warning says so. If the parts of a streaming
-    head take the whole budget, all heads stream; else every head keeps a prompt within the budget whole, and its
+    Choices: the paper trains gates; here scores are measured (`kvlab heads`). A score is the share of the answer
+    tokens' attention that falls on a needle's tokens, the largest in the GQA group. Of equal scores the earlier layer
+    wins, then the earlier head; without scores all are equal, and a warning says so. If the parts of a streaming head
+    take the whole budget, all heads stream. Otherwise every head keeps a prompt within the budget whole, and its
     response.
 
     Parameters:
@@ -122,8 +122,8 @@ class DuoAttention(Policy):
         if (measured.n_layers, measured.kv_heads) != (n_layers, kv_heads):
             raise KvlabError(
                 f"the head scores of {self.heads!r} are of {measured.model}, {measured.n_layers} layers of "
-                f"{measured.kv_heads} KV heads, and this model has {n_layers} of {kv_heads}; measure it with "
-                "`kvlab heads` (and pass keep() its layer= and n_layers=)"
+                f"{measured.kv_heads} KV heads, and this model has {n_layers} of {kv_heads}. Measure it with "
+                "`kvlab heads`; pass keep() its layer= and n_layers="
             )
         return measured.per_kv_head().flatten().sort(descending=True, stable=True).indices
 

@@ -17,14 +17,14 @@ class DynamicKV(SnapKV):
     """Takes SnapKV's scores and window, with a layer's budget by its share of the top scores of all layers; prefill
     only.
 
-    DynamicKV (Zhou et al. 2024): beside the window, N = layers x (budget - window) entries for each KV head are shared
-    out among the layers in proportion to how many of the top N scores fall in each; no layer gets more than `reach` x
-    budget. Every generated token is kept besides. All layers are seen before any is compressed. Cost: SnapKV's, and one
+    DynamicKV (Zhou et al. 2024): each layer keeps its window, and the layers share N = layers x (budget - window) more
+    entries for each KV head. A layer's share is its share of the top N scores. No layer gets more than `reach` x
+    budget. Every generated token is also kept. All layers are seen before any is compressed. Cost: SnapKV's, and one
     selection among the scores of all layers.
 
     Choices: the paper updates the budgets every few layers, over the layers seen so far; here they are shared out once,
     after the last layer. The pooled scores of all layers, heads and positions are ranked together as they are; of equal
-    ones the earlier layer, head and position wins. What exceeds a layer's bound goes to the others in proportion.
+    ones the earlier layer, head and position wins. Entries above a layer's bound go to the others in proportion.
 
     Parameters:
         budget: entries for each layer and KV head on average, the window included.

@@ -14,19 +14,19 @@ from kvlab.methods._base.prompt import Prompt
 class ExactTopK(Policy):
     """Keeps the whole cache and reads, at every decoding step, the entries with the largest true attention.
 
-    RocketKV (Behnam et al. 2025), section 3 and figure 1, where selection methods are held against it as their upper
-    bound: attention of the step's query over all stored entries, summed over the GQA group, top `budget` positions; the
-    own entry is not forced. Within the budget everything is read. Cost: finding reads every key, which no method could
-    afford.
+    RocketKV (Behnam et al. 2025), section 3 and figure 1: the upper bound of selection methods. The step's query
+    attends to all stored entries. The attention is summed over the GQA group, and the top `budget` positions are read.
+    The own entry is not forced. Within the budget everything is read. Cost: finding reads every key, which no method
+    could afford.
 
-    Choices: the paper does not say who selects; its authors' code selects for each query head (`sets="head"`), and a
-    group then reads up to its size times the budget. One set for the group is what methods with a budget for the group
-    can be held against.
+    Choices: the paper does not say who selects. Its authors' code selects for each query head (`sets="head"`), and a
+    group then reads up to its size times the budget. One set for the group is comparable with methods that have a
+    budget for the group.
 
     Parameters:
         budget: entries read at each step for each layer and KV head.
-        sets: "group" for one set for each KV head; "head" for one set for each query head, as in the authors' code,
-            where `budget` is that of each query head.
+        sets: "group" for one set for each KV head; "head" for one set of `budget` entries for each query head, as in
+            the authors' code.
     """
 
     name: ClassVar[str] = "exact_topk"

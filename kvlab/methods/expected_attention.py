@@ -19,14 +19,14 @@ class ExpectedAttention(Scorer):
     prefill only.
 
     "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution" (Devoto et al.
-    2025), section 3: the queries before RoPE are taken as a Gaussian, whose mean mu and covariance Sigma are turned by
-    the mean rotation of the next `future` positions; the expected attention of a key is exp(mu k / sqrt(d) + k Sigma k
-    / 2d), normalised, averaged over the GQA group, and weighed by the norm of the value. Every generated token is kept
-    besides. Cost: the queries of the whole prompt before RoPE, and one product of the keys with a head_dim x head_dim
+    2025), section 3: queries before RoPE are a Gaussian. Its mean mu and covariance Sigma are turned by the mean
+    rotation of the next `future` positions. The expected attention of a key is exp(mu k / sqrt(d) + k Sigma k / 2d). It
+    is normalised, averaged over the GQA group, and multiplied by the norm of the value. Every generated token is also
+    kept. Cost: the queries of the whole prompt before RoPE, and one product of the keys with a head_dim x head_dim
     matrix for each query head.
 
-    Choices: the first `sinks` tokens always stay; their queries and keys take no part, as in kvpress. The factor of
-    the model's logits takes the place of 1 / sqrt(d) where it is another; soft caps and learnt sinks are left out.
+    Choices: the first `sinks` tokens always stay; their queries and keys take no part, as in kvpress. A model's own
+    factor of the logits replaces 1 / sqrt(d); soft caps and learnt sinks are left out.
 
     Parameters:
         budget: entries for each layer and KV head, sinks included, or a fraction of the prompt.

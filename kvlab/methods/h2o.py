@@ -21,9 +21,9 @@ def accumulated_scores(policy: Policy, prompt: Prompt) -> Tensor:
 class H2O(Policy):
     """Keeps the most recent tokens and those that have gathered most attention; each new token evicts one.
 
-    H2O (Zhang et al. 2023), algorithm 1 and eq. 3-4: a token's score is the attention that it got from every query so
-    far, those of the prompt included. After each step the lowest score older than the recent part leaves. Cost: one
-    score for each entry, and the attention accumulated over the whole prompt (`capture(..., accumulate=True)`).
+    H2O (Zhang et al. 2023), algorithm 1 and eq. 3-4: a token's score is the attention that it received from all queries
+    so far. The prompt's queries count too. After each step the lowest score older than the recent part leaves. Cost:
+    one score for each entry, and the attention accumulated over the whole prompt (`capture(..., accumulate=True)`).
 
     Choices where the paper is silent: a GQA group's attention is summed and its heads share one set. Of equal scores
     the earlier position stays. In a later turn of a chat the old scores go on, and what the new prompt gives is added.

@@ -18,18 +18,19 @@ from kvlab.methods._base.prompt import Prompt
 class Hybrid(Policy):
     """Keeps the whole cache and reads the top entries by a few dimensions of its pages' minima and maxima.
 
-    RocketKV (Behnam et al. 2025), section 3.4 and algorithm 2, on a full cache: consecutive keys form pages; of the r
-    dimensions with the largest |q| summed over the group, a page shows its maximum where the group's q sums to 0 or
-    more, else its minimum; partial logits from these, at SparQ's temperature, are softmaxed over the entries that the
-    pages stand for and averaged over the group; the top k entries are read. Within the budget everything is read. Cost:
+    RocketKV (Behnam et al. 2025), section 3.4 and algorithm 2, on a full cache: consecutive keys form pages. Only the r
+    dimensions with the largest |q|, summed over the group, are loaded. In each, a page shows its maximum if the group's
+    q sums to 0 or more, else its minimum. Partial logits from these, at SparQ's temperature, go through a softmax over
+    the entries of the pages. The weights are averaged over the group, and the top k entries are read. Within the budget
+    everything is read. Cost:
     two vectors for each page, stored; r dimensions of one of them loaded at every step.
 
-    Choices (from the published code where the paper is silent): with c = S / budget, S the prompt and the new tokens
-    that are announced, a page has ceil(sqrt(c)) entries, or 1 where that exceeds c, and r = int(d x page / c): finding
-    takes half of what is read, and k = budget // 2 entries the other (fewer where a given page or rank makes finding
-    cost more). Beyond S the pages stay as they are, and r falls as the sequence grows. The last page read may be cut.
-    Nothing forces sinks or the own entry. With mixed signs in a group the score is no upper bound. Pages of one entry
-    are the keys themselves, and nothing is stored for them. Of equal scores the earlier position is read.
+    Choices (from the published code where the paper is silent): c is S / budget, where S counts the prompt and the
+    announced new tokens. A page has ceil(sqrt(c)) entries, or 1 where that exceeds c, and r = int(d x page / c).
+    Finding takes half of what is read, k = budget // 2 entries the other half. k is smaller where a given page or rank
+    makes finding cost more. Beyond S the pages stay as they are, and r falls as the sequence grows. The last page read
+    may be cut. Nothing forces sinks or the own entry. With mixed signs in a group the score is no upper bound. Pages of
+    one entry are the keys themselves, and nothing is stored for them. Of equal scores the earlier position is read.
 
     Parameters:
         budget: entries read at each step for each layer and KV head, finding included.

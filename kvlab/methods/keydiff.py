@@ -17,10 +17,10 @@ from kvlab.methods._base.scorer import Scorer
 class KeyDiff(Scorer):
     """Keeps the tokens whose keys are least similar to the mean of all normalised keys; prefill only.
 
-    KeyDiff (Park et al. 2025), section 3, algorithm 1: the anchor is the mean of the keys' unit vectors, the score the
-    negative cosine between a key and the anchor. With `block` the prompt is judged as the paper's block-wise processing
-    does it: the first `budget` tokens stay, then each further block competes with what is kept. Every generated token
-    is kept besides. Cost: one cosine for each entry, and for each block one for each entry kept.
+    KeyDiff (Park et al. 2025), section 3, algorithm 1: the anchor is the mean of the keys' unit vectors. The score is
+    the negative cosine between a key and the anchor. With `block` the prompt is judged block by block, as in the paper.
+    The first `budget` tokens stay; each further block competes with the kept ones. Every generated token is also kept.
+    Cost: one cosine for each entry, and for each block one for each entry kept.
 
     Choices: the whole prompt was attended to before the blocks are judged, where the paper's model sees what earlier
     blocks left. Decoding evicts nothing.

@@ -21,17 +21,17 @@ BLOCK, CPU = 256, torch.device("cpu")
 class Keyformer(Policy):
     """Keeps the key tokens and the most recent ones; a key token gathers softmax((logit + noise) / tau).
 
-    Keyformer (Adnan et al. 2024), algorithm 1 and eq. 8-10: the score of a key sums, over every query so far, a softmax
-    of its logit plus Gumbel noise, at temperature tau, which is `tau_start` in the prompt and rises linearly to
-    `tau_end` over the decoding steps. After each step the lowest score older than the recent part leaves. Cost: a score
-    for each entry and its noise for each query head; a second softmax at every step, and one over the whole prompt,
-    which needs all its queries (`capture(..., queries="all")`).
+    Keyformer (Adnan et al. 2024), algorithm 1 and eq. 8-10: the score of a key sums softmax((logit + Gumbel noise) /
+    tau) over every query so far. tau is `tau_start` in the prompt and rises linearly to `tau_end` over the decoding
+    steps. After each step the lowest score older than the recent part leaves. Cost: a score for each entry and its
+    noise for each query head. A second softmax at every step and one over the whole prompt, with all its queries
+    (`capture(..., queries="all")`).
 
-    Choices where the paper is silent: the noise is drawn once for each layer, query head and key position, so that
-    replays and live runs agree, and stays with the entry. A GQA group's scores are summed and its heads share one set.
-    The rise needs the number of new tokens; where it is unknown, or passed, tau is `tau_end`. At a decoding step the
-    logarithm of the weights as attended stands for the logits: they differ by a constant, which the softmax takes away.
-    A model's learnt sinks take no part in a score.
+    Choices where the paper is silent: the noise is drawn once for each layer, query head and key position, and stays
+    with the entry. Replays and live runs therefore agree. A GQA group's scores are summed and its heads share one set.
+    The rise needs the number of new tokens; where it is unknown, or passed, tau is `tau_end`. While decoding the
+    logarithms of the attended weights replace the logits: they differ by a constant, which the softmax removes. A
+    model's learnt sinks take no part in a score.
 
     Parameters:
         budget: entries for each layer and KV head, key tokens and recent ones together.

@@ -14,8 +14,8 @@ class KNorm(Scorer):
     """Keeps the tokens whose keys have the smallest L2 norm; prefill only.
 
     "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression" (Devoto et al. 2024), section 3: attention
-    and the norm of the key are negatively correlated, so that no query is needed. Every generated token is kept
-    besides. Cost: one norm for each entry.
+    and the key's norm correlate negatively. No query is needed. Every generated token is also kept. Cost: one norm for
+    each entry.
 
     Choices: the paper leaves the first two layers whole in some runs; here all layers have the same budget. A rotation
     leaves the norm as it is, so that the rotated keys of the cache serve.

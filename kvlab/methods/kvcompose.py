@@ -17,18 +17,18 @@ WHOLE = 10**9
 
 
 class KVCompose(Policy):
-    """Keeps each head's most attended tokens, as many in all heads of a layer; layers share a budget by the scores of
-    composite tokens; prefill only.
+    """Keeps each head's most attended tokens, as many in all heads of a layer; composite tokens set layers' budgets;
+    prefill only.
 
     "KVCompose: Efficient Structured KV Cache Compression with Composite Tokens" (Akulov et al. 2025): the prompt is fed
-    once more on top of itself. A token's score is the largest attention that a token of this pass pays to it, averaged
-    over the GQA group, plus its mean over the layer's heads. Each head sorts its tokens; the n-th of all heads form the
-    n-th composite token, which is worth their mean score. The best composite tokens of all layers stay. Every generated
-    token is kept besides. All layers are seen before any is compressed. Cost: a second pass over the prompt's tokens.
+    once more on top of itself. A token's score is the largest attention from a token of this pass, averaged over the
+    GQA group. Its mean over the layer's heads is added. Each head sorts its tokens; the n-th of all heads form the n-th
+    composite token, which is worth their mean score. The best composite tokens of all layers stay. Every generated
+    token is also kept. All layers are seen before any is compressed. Cost: a second pass over the prompt's tokens.
 
-    Choices: as in kvpress, the first layer's composite tokens are worth the most that any layer's are, and heads that
-    keep different numbers of entries (its unstructured form) are left out. Every layer keeps one entry at least. Of
-    equal scores the earlier position stays, then the earlier layer.
+    Choices: as in kvpress, the first layer's composite tokens get the largest score of any layer. Heads with different
+    numbers of entries (the unstructured form) are left out. Every layer keeps one entry at least. Of equal scores the
+    earlier position stays, then the earlier layer.
 
     Parameters:
         budget: entries for each layer and KV head on average, or a fraction of the prompt.
@@ -55,7 +55,7 @@ class KVCompose(Policy):
         return Repetition(WHOLE, 0, False, group="mean", asks=False)
 
     def scores(self, prompt: Prompt) -> Tensor:
-        """What the pass attends to, `[rows, kv_heads, length]`."""
+        """Attention of the second pass, `[rows, kv_heads, length]`."""
         scores = prompt.repeated(self, self.repetition).float()
         if self.value_norm:
             scores = scores * prompt.values.float().norm(dim=-1)

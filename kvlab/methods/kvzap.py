@@ -20,21 +20,21 @@ from kvlab.methods._base.surrogates import Surrogate, shipped_for
 class KVzap(Scorer):
     """Keeps the tokens whose hidden states promise the largest KVzip+ scores, and the latest ones; prefill only.
 
-    "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning" (Jégou and Jeblick 2026): a surrogate for each layer maps the
-    hidden states that enter its attention to the logarithm of the KVzip+ scores of its KV heads. No token of the prompt
-    is fed twice. With `at`, entries with a score below it leave, whatever the budget has room for; the latest `window`
-    tokens stay. Every generated token is kept besides. Cost: one product with the hidden states in each layer; the
-    surrogate is trained once for a model.
+    "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning" (Jégou and Jeblick 2026): each layer has a surrogate. It maps
+    the hidden states that enter the attention to the logarithms of the KV heads' KVzip+ scores. No token of the prompt
+    is fed twice. With `at`, entries with a score below it leave, even within the budget. The latest `window` tokens
+    stay. Every generated token is also kept. Cost: one product with the hidden states in each layer; the surrogate is
+    trained once for a model.
 
     Choices: the surrogate is the authors' linear one, a ridge regression; they train a two-layer one as well. kvlab
     evicts when the prompt ends; the authors evict while decoding, too. The first `sinks` tokens stay, as in KVzip; the
-    authors' code of KVzap forces none (`sinks=0`), and KVzip+ scores rank the sink low in some heads of SmolLM2. Where
-    the budget is small, the window takes at most half of what the sinks leave.
+    authors' code of KVzap forces none (`sinks=0`). KVzip+ scores rank the sink low in some heads of SmolLM2. Where the
+    budget is small, the window takes at most half of what the sinks leave.
 
     Parameters:
         budget: entries for each layer and KV head, or a fraction of the prompt; 1.0 leaves the choice to `at`.
-        surrogate: file of a trained surrogate, or the name of a model whose surrogate comes with kvlab; by default the
-            one that comes with kvlab for the model at hand.
+        surrogate: file of a trained surrogate, or a model whose surrogate comes with kvlab (by default the model at
+            hand).
         window: latest tokens that always stay (128).
         sinks: first tokens that always stay (4).
         at: the least score that stays, a natural logarithm; by default the budget alone decides.

@@ -15,16 +15,15 @@ from kvlab.methods._base.repeating import Repetition
 
 
 class KVzip(Policy):
-    """Keeps the entries that the model attends to most while it repeats its prompt, the best of all layers and heads
-    together; prefill only.
+    """Keeps the entries that the model attends to most while it repeats its prompt, over all layers and heads; prefill
+    only.
 
-    KVzip (Kim et al. 2025), sections 3.2-3.4: after the prompt the model is asked to repeat it and is fed the
-    repetition, in chunks of `chunk` tokens; an entry's score is the largest attention that any token of the pass pays
-    to it, over the queries of the GQA group, where the softmax is over the chunk, the sinks and the pass itself. The
-    entries of all layers and heads compete for one budget. With `plus` (KVzip+, from "KVzap") attention is multiplied
-    by |W_o v| and divided by the norm of what the attending layer was given. Every generated token is kept besides.
-    Cost: a second pass over the prompt's tokens, on top of the whole prompt: two to three times the prefill; heads hold
-    different numbers of entries.
+    KVzip (Kim et al. 2025), sections 3.2-3.4: after the prompt the model is asked to repeat it. It is then fed the
+    repetition in chunks of `chunk` tokens. An entry's score is the largest attention from any token of the pass and any
+    query of the GQA group. The softmax is over the chunk, the sinks and the pass itself. The entries of all layers and
+    heads compete for one budget. With `plus` (KVzip+, from "KVzap") attention is multiplied by |W_o v| and divided by
+    the norm of the layer's input. Every generated token is also kept. Cost: a second pass over the prompt's tokens, on
+    top of the whole prompt: two to three times the prefill. Heads hold different numbers of entries.
 
     Choices: the first `sinks` tokens stay in every head (the authors keep the system prompt, kvpress the first four).
     The prompt is repeated as it is, chat template included, and the wording of the instruction is kvlab's; without a

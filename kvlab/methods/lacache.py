@@ -15,10 +15,10 @@ class LaCache(Policy):
     """Keeps attention sinks, recent tokens and one span in between, earlier in shallow layers, later in deep ones;
     prefill only.
 
-    LaCache (Shi et al. 2025): every layer keeps the first `sinks` and the most recent tokens. What is left of its
-    budget is a run of consecutive tokens in between: `span` of the layers share a rung of the ladder, neighbouring
-    rungs share `overlap` of theirs, and the rungs climb from the oldest tokens in the first layers to the newest in the
-    last. Every generated token is kept besides. Cost: none; it scores nothing.
+    LaCache (Shi et al. 2025): every layer keeps the first `sinks` and the most recent tokens. The rest of its budget is
+    a run of consecutive tokens in between. `span` of the layers share a rung of the ladder, and neighbouring rungs
+    share `overlap` of theirs. The rungs climb from the oldest tokens in the first layers to the newest in the last.
+    Every generated token is also kept. Cost: none; it scores nothing.
 
     Choices where the paper is silent: rungs start at equal distances; a layer that two rungs share belongs to the
     later. The paper compacts the cache again whenever it is full while decoding; here the pattern is laid over the

@@ -16,15 +16,15 @@ class LagKV(Scorer):
     """Keeps sinks, the latest tokens, and of each partition those whose channels vary most by the next one's range.
 
     LagKV (Liang et al. 2025), eq. 5-9: after the sinks the prompt is cut into partitions of `lag` tokens. Each channel
-    of a partition's keys and values is scaled by its minimum and maximum in the *next* partition; a token's score is
-    the standard deviation over its scaled channels, then a softmax over its partition, averaged over keys and values.
-    All partitions keep equally many. The last whole partition, which has no next one, and what follows it stay. Every
-    generated token is kept besides. Cost: no attention; one pass over keys and values.
+    of a partition's keys and values is scaled by its minimum and maximum in the *next* partition. A token's score is
+    the standard deviation over its scaled channels. A softmax over the partition follows, and a mean over keys and
+    values. All partitions keep equally many. The last whole partition, which has no next one, and the tokens after it
+    stay. Every generated token is also kept. Cost: no attention; one pass over keys and values.
 
-    Choices: tokens compete across partitions by their rank within their own (as in kvpress), which gives each
-    partition the same share, earlier ones one more where it does not divide. Where the budget has no room for all of
-    the latest tokens, the sinks and the most recent ones stay. A channel that is constant in the next partition counts
-    as unscaled range 1.
+    Choices: tokens compete across partitions by their rank within their own, as in kvpress. All partitions get the same
+    share, and the first ones one more where it does not divide. Where the budget has no room for all of the latest
+    tokens, the sinks and the most recent ones stay. A channel that is constant in the next partition counts as unscaled
+    range 1.
 
     Parameters:
         budget: entries for each layer and KV head, sinks and the latest tokens included.

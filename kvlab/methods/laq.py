@@ -22,15 +22,15 @@ class LAQ(Policy):
     """Keeps the prompt tokens that a drafted answer and the prompt's last tokens attend to most; prefill only.
 
     Lookahead Q-Cache (Wang et al. 2025), LAQ++, with the defaults of the authors' code: SnapKV keeps `draft` entries of
-    the prompt, and the model drafts `answer` greedy tokens from these. The attention of their queries and of the last
-    `window` prompt queries over the whole prompt is summed and max-pooled; the top (budget - window) stay, and the
-    window. The draft is dropped, and every generated token is kept. Cost: `answer` passes of up to `answer` tokens on
-    top of the whole prompt, one token after the other.
+    the prompt. The model drafts `answer` greedy tokens from these. The attention of their queries and of the last
+    `window` prompt queries over the whole prompt is summed and max-pooled. The window and the top (budget - window)
+    stay. The draft is dropped, and every generated token is kept. Cost: `answer` passes of up to `answer` tokens on top
+    of the whole prompt, one token after the other.
 
-    Choices: the group's heads are summed and share one set. Draft queries see the whole prompt and not each other; in
-    the authors' code the i-th of n sees no more than the prompt's tokens up to the (n - i)-th last. An end-of-text
-    token does not end the draft. The authors give the draft the budget itself (`draft` equal to `budget`); a fixed size
-    lets one trace serve all budgets.
+    Choices: the group's heads are summed and share one set. Draft queries see the whole prompt and not each other. In
+    the authors' code the i-th of n sees the prompt only up to its (n - i)-th last token. An end-of-text token does not
+    end the draft. The authors give the draft the budget itself (`draft` equal to `budget`); a fixed size lets one trace
+    serve all budgets.
 
     Parameters:
         budget: entries for each layer and KV head, the window included.
@@ -57,7 +57,7 @@ class LAQ(Policy):
     @model_validator(mode="after")
     def _room_for_the_draft(self) -> Self:
         if isinstance(self.draft, int) and self.draft <= self.draft_window:
-            raise ValueError(f"draft {self.draft} leaves no room besides a draft_window of {self.draft_window}")
+            raise ValueError(f"draft {self.draft} must be above draft_window, which is {self.draft_window}")
         return self
 
     @property

@@ -17,10 +17,10 @@ from kvlab.methods._base.scorer import ScorerWrapper
 class Layered(ScorerWrapper):
     """Keeps another's best tokens, each layer in proportion to its number in a list; prefill only.
 
-    Not from a paper: layer l gets shares[l] of what all layers together spend, `budget` for each on average, so that
-    allocations of any paper, or a guess, can be tried around any score. What exceeds a short prompt goes to the other
-    layers in proportion. A layer gets at least what its scorer needs (its window and one more, say), and the others pay
-    for it. Every generated token is kept besides. Cost: what the scorer costs.
+    Not from a paper: layer l gets shares[l] of the budget of all layers, which is `budget` for each on average. Any
+    allocation, a paper's or a guess, can be tried around any score. Entries beyond a short prompt's length go to the
+    other layers in proportion. A layer gets at least what its scorer needs (its window and one more, say), and the
+    others pay for it. Every generated token is also kept. Cost: that of the scorer.
 
     Parameters:
         budget: entries for each layer and KV head on average, or a fraction of the prompt.

@@ -20,9 +20,10 @@ class Leverage(Scorer):
     """Keeps the tokens whose keys before RoPE have the largest leverage among those of their head; prefill only.
 
     "Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores" (Chari and Van Durme
-    2025): with X the keys before RoPE, less their mean, times a Gaussian matrix of `sketch` columns, the score of token
-    i is the i-th diagonal entry of X (X'X)^-1 X', which is large where few other keys point its way. No query is
-    needed. Every generated token is kept besides. Cost: two products of all keys with small matrices.
+    2025): each key has a leverage score. X is the keys before RoPE, less their mean, times a Gaussian matrix of
+    `sketch` columns. The score of token i is the i-th diagonal entry of X (X'X)^-1 X'. It is large where few other keys
+    have the same direction. No query is needed. Every generated token is also kept. Cost: two products of all keys with
+    small matrices.
 
     Choices: the leverage scores alone; `compactor` has the whole method. 0.01 is added to the diagonal of X'X, as in
     kvpress. Keys before RoPE are those of the cache, turned back. The draw depends on `seed` and the layer, and is the

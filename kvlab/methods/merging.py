@@ -14,14 +14,14 @@ from kvlab.methods._base.scorer import ScorerWrapper
 
 
 class Merging(ScorerWrapper):
-    """Merges each entry that another's scores evict into the kept one whose key is most like its own; prefill only.
+    """Merges each entry that another policy evicts into the kept entry with the most similar key; prefill only.
 
     Not from a paper: the mean and the bias are those of ZSMerge (eq. 7-8), around any score. A kept entry becomes the
-    mean of its own and of those merged into it, and its logit gains alpha x log(count), as if each of them were still
-    there. Every generated token is kept besides. Cost: what the
-    scorer costs, one product of all evicted keys with all kept ones, and a count for each entry.
+    mean of itself and those merged into it. Its logit gains alpha x log(count), as if each were still there. Every
+    generated token is also kept. Cost: that of the scorer, one product of all evicted keys with all kept ones, and a
+    count for each entry.
 
-    Choices: keys are alike by their cosine, as the cache holds them, so that positions count. Keys that were turned to
+    Choices: similarity is the cosine of keys as the cache holds them, so positions count. Keys that were turned to
     different positions are averaged as they are (ZSMerge does the same); `averaged="values"` leaves keys alone. Of
     equal cosines the earlier entry takes it.
 

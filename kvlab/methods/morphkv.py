@@ -17,18 +17,18 @@ from kvlab.methods._base.prompt import Prompt
 class MorphKV(Policy):
     """Keeps the R most recent tokens and the C older ones that those attended to most, at every decoding step.
 
-    MorphKV (Ghadia et al. 2025), algorithm 1 and eq. 4-7, with budget = C + R: the prefill evicts nothing; the first
-    decoding query reads the whole prompt, then eviction goes straight down to the budget. The window at a step is its
-    own token and the R - 1 before it, prompt tokens at first; their attention rows are cached as they were attended
-    (over the entries then stored) and never recomputed. Cost: R cached weights for each entry. A question that comes
-    after the compression is no case of the paper's: it finds the entries of the budget, by the prompt's own window.
+    MorphKV (Ghadia et al. 2025), algorithm 1 and eq. 4-7, with budget = C + R: the prefill evicts nothing. The first
+    decoding query reads the whole prompt; then the cache shrinks to the budget. A step's window is its own token and
+    the R - 1 before it. Their attention rows, over the entries then stored, are cached and never recomputed. Cost: R
+    cached weights for each entry. The paper has no question after the compression: it would find the budget's entries,
+    chosen by the prompt's own window.
 
     Choices: attention weights are summed over the GQA group before fusion (algorithm 1). The authors' code differs. For
     Llama it sums logits over the group and takes one softmax (`aggregation="logits"`); for other models it takes the
-    largest weight in the group ("max"). In both a softmax counts the distant keys only (`renormalise=True`): with "max"
-    that of each query head, *before* the group's maximum is taken; with "logits" that of the group. "sum" with
-    renormalisation is in neither paper nor code and follows "max": each head first, then the sum, so that a head that
-    looks mostly at the window counts as much as the others. The authors' code also stores one entry more.
+    largest weight in the group ("max"). In both a softmax counts the distant keys only (`renormalise=True`). With "max"
+    it is the softmax of each query head, *before* the group's maximum; with "logits" that of the group. "sum" with
+    renormalisation is in neither paper nor code and follows "max": each head first, then the sum. A head that looks
+    mostly at the window then counts as much as the others. The authors' code also stores one entry more.
 
     Parameters:
         budget: entries for each layer and KV head, C + R.

@@ -11,12 +11,12 @@ from kvlab.methods._base.scorer import Scorer
 
 
 class OracleAttention(Scorer):
-    """Keeps what the response will attend to most: it sees the response, which no method can.
+    """Keeps the tokens that the response will attend to most: it sees the response, which no method can.
 
-    A reference and no method. Attention of the response's queries over the prompt, summed over the response and over
-    the GQA group (DapQ's gold set, Tian et al. 2026, equation 1), top `budget` positions. Nothing is forced in; every
-    generated token is kept besides. Only a replay and `kvlab.fidelity` know the response. A live run takes the sets
-    that `kvlab.attribution.oracle.oracle_attention` finds. Cost: none that counts.
+    A reference and no method. Attention of the response's queries over the prompt is summed over the response and the
+    GQA group. The top `budget` positions stay (DapQ's gold set, Tian et al. 2026, equation 1). Nothing is forced; every
+    generated token is also kept. Only a replay and `kvlab.fidelity` know the response. A live run takes the sets that
+    `kvlab.attribution.oracle.oracle_attention` finds. Cost: none that counts.
 
     Parameters:
         budget: entries for each layer and KV head, or a fraction of the prompt.

@@ -15,12 +15,12 @@ from kvlab.methods.snapkv import SnapKV
 class PyramidKV(SnapKV):
     """Takes SnapKV's scores and window, with more entries in the first layers and fewer in the last; prefill only.
 
-    PyramidKV (Cai et al. 2024): beside the window, which every layer keeps, the last layer gets (budget - window) /
-    beta entries, the first 2 x (budget - window) less that, and those between lie on the straight line; all layers
-    together spend layers x budget. Every generated token is kept besides. Cost: SnapKV's.
+    PyramidKV (Cai et al. 2024): every layer keeps the window. In addition the last layer gets (budget - window) / beta
+    entries, and the first 2 x (budget - window) less that. The layers between lie on a straight line, and all spend
+    layers x budget. Every generated token is also kept. Cost: SnapKV's.
 
-    Choices where the paper is silent: shares are rounded by largest remainder, so that they sum exactly; what exceeds
-    a short prompt goes to the other layers in proportion; a prompt within `budget` is kept whole.
+    Choices where the paper is silent: shares are rounded by largest remainder, so that they sum exactly. Entries beyond
+    a short prompt's length go to the other layers in proportion. A prompt within `budget` is kept whole.
 
     Parameters:
         budget: entries for each layer and KV head on average, the window included.

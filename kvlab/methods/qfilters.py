@@ -18,10 +18,10 @@ from kvlab.methods._base.scorer import Scorer
 class QFilters(Scorer):
     """Keeps the tokens whose keys lie farthest along the main direction of the queries; prefill only.
 
-    "Q-Filters: Leveraging Query-Key Geometry for Efficient Key-Value Cache Compression" (Godey et al. 2025): the filter
-    of a query head is the first right singular vector of its queries after RoPE on calibration texts, with the sign
-    that most queries project on positively. Filters are averaged over a GQA group; the score of a token is the product
-    of its key with the filter. Every generated token is kept besides. Cost: one product for each entry; the filters are
+    "Q-Filters: Leveraging Query-Key Geometry for Efficient Key-Value Cache Compression" (Godey et al. 2025): each query
+    head has a filter. It is the first right singular vector of the head's queries after RoPE on calibration texts. Most
+    queries have a positive product with it. Filters are averaged over a GQA group; a token's score is the product of
+    its key with the filter. Every generated token is also kept. Cost: one product for each entry; the filters are
     measured once for a model.
 
     Choices: filters come with kvlab for some models, and `kvlab filters` measures others. Without them the prompt's
@@ -75,9 +75,9 @@ class QFilters(Scorer):
         found, wanted = self._measured.tensor(), (prompt.n_layers, prompt.kv_heads, prompt.keys.shape[-1])
         if tuple(found.shape) != wanted:
             raise KvlabError(
-                f"the filters of {self.filters!r} are of {self._measured.model}, {found.shape[0]} layers of "
-                f"{found.shape[1]} KV heads of {found.shape[2]}, and this model has {wanted[0]} of {wanted[1]} of "
-                f"{wanted[2]}; measure it with `kvlab filters` (and pass keep() its layer= and n_layers=)"
+                f"the filters of {self.filters!r} are of {self._measured.model}, with layers, KV heads and channels "
+                f"{tuple(found.shape)}; this model has {wanted}. Measure it with `kvlab filters`; pass keep() its "
+                "layer= and n_layers="
             )
         return found
 

@@ -18,23 +18,23 @@ from kvlab.methods._base.prompt import Prompt
 class Quest(Policy):
     """Keeps the whole cache and reads, at every decoding step, the pages with the largest bound on their logits.
 
-    Quest (Tang et al. 2024), algorithm 1: pages of consecutive entries, the elementwise minimum and maximum of their
-    keys, and for a query q the score sum over dimensions of max(q x min, q x max), which no logit in the page exceeds.
-    Within the budget everything is read. Cost: two vectors for each page, stored, and loaded at every step.
+    Quest (Tang et al. 2024), algorithm 1: consecutive entries form pages. A page stores the elementwise minimum and
+    maximum of its keys. Its score for a query q is the sum over dimensions of max(q x min, q x max): no logit in the
+    page is larger. Within the budget everything is read. Cost: two vectors for each page, stored, and loaded at every
+    step.
 
     Choices: RocketKV's accounting (its appendix A.3), half of what is read finds and half attends. A page's two vectors
-    weigh as much as one entry, so there are at most budget / 2 pages: the page grows with the compression ratio, from
-    the prompt and the new tokens that are announced. On GQA the scores are added over the group (as RocketKV's authors
-    do), which shares one selection. Pages are read whole, best first, up to the first that no longer fits; of a best
-    page that is larger than the whole share, its first entries are read. The own entry is not forced. Of equal scores
-    the earlier page is read. A sequence known to stay within the budget gets no pages.
+    weigh as much as one entry, so there are at most budget / 2 pages. Pages grow with the compression ratio, which
+    counts the prompt and the announced new tokens. On GQA the scores are added over the group, as RocketKV's authors
+    do, which shares one selection. Pages are read whole, best first, up to the first that no longer fits. If the best
+    page exceeds the whole share, its first entries are read. The own entry is not forced. Of equal scores the earlier
+    page is read. A sequence known to stay within the budget gets no pages.
 
     Parameters:
         budget: entries read at each step for each layer and KV head, finding included.
         page: entries of a page (16), or more where the budget is small.
-        last: "whole" as above, which leaves a part of the budget unspent; "cut" reads the first entries of the page
-            that no longer fits, as RocketKV's comparison does (its appendix A.3), which takes the top k of entries
-            that have their page's score.
+        last: "whole" as above leaves a part of the budget unspent. "cut" reads the first entries of the page that no
+            longer fits, as RocketKV's comparison does (its appendix A.3).
     """
 
     name: ClassVar[str] = "quest"

@@ -16,7 +16,7 @@ class Random(Scorer):
     """Keeps `budget` prompt positions drawn without replacement, for each layer and KV head anew.
 
     Not from a paper: the draw depends on `seed`, the layer and the head, not on what shares the batch. Unless it goes
-    on while decoding, every generated token is kept besides. With `region="response"` the whole prompt stays, and
+    on while decoding, every generated token is also kept. With `region="response"` the whole prompt stays, and
     generated tokens leave at random. Cost: none.
 
     Parameters:

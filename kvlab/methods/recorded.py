@@ -54,12 +54,12 @@ class Sets:
 class Recorded(Policy):
     """Keeps the sets of a file, which any other code has recorded for one prompt of one model.
 
-    Not from a paper. The file is in safetensors: `kept`, whole numbers `[layers, kv_heads, n]`, positions of the prompt
-    in ascending order, -1 padded; and optionally `steps`, `[steps, layers, kv_heads, n]`, what is stored after each
-    decoding step, prompt and response alike. Its metadata are `format` ("kvlab-sets-1"), `prompt_tokens`,
+    Not from a paper. The safetensors file holds `kept`, integers `[layers, kv_heads, n]`: positions of the prompt in
+    ascending order, -1 padded. Optionally it holds `steps`, `[steps, layers, kv_heads, n]`: the positions stored after
+    each decoding step, of prompt and response. Its metadata are `format` ("kvlab-sets-1"), `prompt_tokens`,
     `prompt_sha256` (of the ids as little-endian int64), `model` and `source`. Without `steps`, and after the last of
-    them, every generated token is kept besides. `docs/record_sets.py` writes such files for any press of kvpress.
-    The budget is the file's own: entries for each layer and KV head on average. Cost: none.
+    them, every generated token is also kept. `docs/record_sets.py` writes such files for any press of kvpress. The
+    budget is the file's own: entries for each layer and KV head on average. Cost: none.
 
     Parameters:
         sets: the file.

@@ -14,12 +14,12 @@ from kvlab.methods._base.scorer import ScorerWrapper
 
 
 class Rerotated(ScorerWrapper):
-    """Keeps what another's scores keep, and turns its keys to positions without gaps; prefill only.
+    """Keeps the entries that another policy keeps, and turns their keys to positions without gaps; prefill only.
 
-    Not from a paper: StreamingLLM (Xiao et al. 2023) and Finch (Corallo and Papotti 2024) give the entries that stay
-    consecutive positions, so that no query is further from a key than the cache is long. Here any score chooses. A key
-    is turned back by its position and turned again to its new one. Every generated token is kept besides. Cost: what
-    the scorer costs, and two rotations of the prompt's keys, once.
+    Not from a paper: StreamingLLM (Xiao et al. 2023) and Finch (Corallo and Papotti 2024) give the kept entries
+    consecutive positions. No query is then further from a key than the cache is long. Here any score chooses. A key is
+    turned back by its position and turned again to its new one. Every generated token is also kept. Cost: that of the
+    scorer, and two rotations of the prompt's keys, once.
 
     Choices: the entries that stay end right before the first generated token, which keeps its own position. RoPE sees
     distances alone, so that this is the same as counting from 0. Heads that keep fewer entries begin later. Eviction

@@ -23,16 +23,16 @@ BLOCK, CACHED, CELLS = 256, 2**19, 2**26
 class RKV(Policy):
     """Keeps the latest tokens and those that they attend to and that are not redundant, compressed every few steps.
 
-    R-KV (Cai et al. 2025), section 3: importance is the attention of the last `window` queries, averaged over them, the
-    largest of the GQA group, max-pooled; redundancy is the mean cosine of a token's key to all other keys, a softmax
-    over the tokens, where for each key the most recent one that is similar to it (cosine above `threshold`) is let off.
-    The score is mix x importance - (1 - mix) x redundancy. Entries gather until the budget is full; then the best stay
-    and leave room for `interval` new ones. Cost: `window` cached weights for each entry, and at each compression one
-    product of all stored keys with each other.
+    R-KV (Cai et al. 2025), section 3: importance is the mean attention of the last `window` queries, the largest of the
+    GQA group, max-pooled. Redundancy is the mean cosine of a token's key to all other keys, then a softmax over the
+    tokens. For each key, the most recent similar one (cosine above `threshold`) is not counted. The score is mix x
+    importance - (1 - mix) x redundancy. Entries gather until the budget is full; then the best stay and leave room for
+    `interval` new ones. Cost: `window` cached weights for each entry, and at each compression one product of all stored
+    keys with each other.
 
-    Choices: the budget counts the buffer, so that it bounds what is stored after every step (the paper adds the two).
-    Attention rows are cached as they were attended, over all entries (the authors' softmax leaves the window out). A
-    key without a similar one lets nobody off (the authors' code lets off the first token).
+    Choices: the budget counts the buffer and so bounds the stored entries after every step (the paper adds the two).
+    Attention rows are cached as they were attended, over all entries (the authors' softmax leaves the window out). For
+    a key without a similar one all count (the authors' code leaves out the first token).
 
     Parameters:
         budget: entries for each layer and KV head, window and buffer included.

@@ -22,21 +22,20 @@ TURN = "turn"
 class RocketKV(Policy):
     """SnapKV++ evicts the prompt to a capacity between its length and the budget; hybrid attention selects from it.
 
-    RocketKV (Behnam et al. 2025), section 3.2 with algorithms 1 and 2: over S tokens, the prompt and the new ones, a
-    budget of t entries read at each step is a compression of c = S / t, split evenly. The first stage leaves S /
-    sqrt(c) entries, from which the new tokens' room is taken, and the second reads t // 2 of what is stored and spends
-    the other half on finding them. At a compression of 1 or less nothing is evicted or selected. Cost: one window x
-    prompt attention for each layer; two vectors for each page, stored, r dimensions of one of them loaded at every
-    step.
+    RocketKV (Behnam et al. 2025), section 3.2 with algorithms 1 and 2: two stages share the compression c = S / t
+    evenly. S counts the prompt and the new tokens; t is the budget of entries read at each step. The first stage leaves
+    S / sqrt(c) entries, less room for the new tokens. The second reads t // 2 of the stored entries and spends the
+    other half on finding them. At a compression of 1 or less nothing is evicted or selected. Cost: one window x prompt
+    attention for each layer; two vectors for each page, stored, r dimensions of one of them loaded at every step.
 
     With `turns="multi"` (RocketKV-MT, in the authors' code and a later version of the paper) the first stage evicts
-    nothing. What it would evict is masked until the next prompt of the same cache has been read, and is chosen anew
-    then. Storage is the whole cache and the pages, with an index of what is not masked; each step copies the keys and
-    values that are not masked.
+    nothing. It masks these entries until the next prompt of the same cache has been read, and then chooses anew.
+    Storage is the whole cache, the pages and an index of the unmasked entries. Each step copies the unmasked keys and
+    values.
 
-    Choices: the authors' code splits differently, `split="adaptive"`: the first stage takes c ** r with r = 0.2 + 0.06
-    log2 c, at most 0.8, and leaves at least twice the new tokens. A prompt within the budget is kept whole; what the
-    first stage leaves of a longer one is at least the window and one more. Where the number of new tokens is unknown
+    Choices: the authors' code splits differently (`split="adaptive"`). Its first stage compresses by c ** r, r = 0.2 +
+    0.06 log2 c, at most 0.8, and leaves at least twice the new tokens. A prompt within the budget is kept whole. Of a
+    longer one the first stage leaves at least the window and one more entry. Where the number of new tokens is unknown
     it counts as 0, and the tokens come on top. Keys keep their rotation. All layers are compressed (the paper skips the
     first two of LongChat only).
 

@@ -20,11 +20,11 @@ WORD = 64
 class Scissorhands(Policy):
     """Keeps the recent part and the older tokens that least often got less than average attention.
 
-    Scissorhands (Liu et al. 2023), algorithm 2: over a history window of the last H queries, count for each token how
-    often its attention fell below the average, 1/t for a query that attends to t entries; the highest count older than
-    the recent part leaves. One leaves at each decoding step (m = 1 of the paper's algorithm, whose runs drop half of
-    the buffer at once). Rows are judged as they were attended and never recomputed: a ring of H bits is kept with each
-    entry. Cost: H bits and one count for each entry; the attention of H prompt queries.
+    Scissorhands (Liu et al. 2023), algorithm 2: count how often a token's attention fell below the average, over the
+    last H queries. The average is 1/t for a query that attends to t entries. The highest count older than the recent
+    part leaves. One leaves at each decoding step (m = 1 of the paper's algorithm, whose runs drop half of the buffer at
+    once). Rows are compared as they were attended and never recomputed: a ring of H bits is kept with each entry. Cost:
+    H bits and one count for each entry; the attention of H prompt queries.
 
     Choices where the paper is silent: attention is averaged over the GQA group before it is compared, and the group
     shares one set. A token has no count from queries before it. Of equal counts the earlier position stays.

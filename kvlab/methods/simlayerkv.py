@@ -14,17 +14,17 @@ from kvlab.methods._base.prompt import Prompt
 
 
 class SimLayerKV(Policy):
-    """Lazy layers, whose last query attends to sinks and recent tokens, keep these alone; the others keep the prompt;
+    """Lazy layers, whose last query attends to sinks and recent tokens, keep only these; the others keep the prompt;
     prefill only.
 
-    "SimLayerKV: A Simple Framework for Layer-Level KV Cache Reduction" (Zhang et al. 2024): a layer is lazy where its
-    attention to the first and the most recent tokens, averaged over heads, exceeds `threshold`. A lazy layer keeps
-    `sinks` first and `recent` last tokens. Every generated token is kept besides. All layers are seen before any is
-    compressed. Cost: one row of attention for each layer.
+    "SimLayerKV: A Simple Framework for Layer-Level KV Cache Reduction" (Zhang et al. 2024): some layers are lazy. Their
+    attention to the first and last tokens, averaged over heads, exceeds `threshold`. A lazy layer keeps `sinks` first
+    and `recent` last tokens. Every generated token is also kept. All layers are seen before any is compressed. Cost:
+    one row of attention for each layer.
 
-    Choices: the authors' code asks the first generated token's query, which a prefill does not have; here the prompt's
-    last one is asked, as in kvpress. The paper bounds no memory. With a `budget` the laziest layers stream, as many as
-    layers x budget entries need, and `threshold` is not looked at; in a budget of less than twice a lazy layer's
+    Choices: the authors' code looks at the first generated token's query, which a prefill does not have. Here it is the
+    prompt's last query, as in kvpress. The paper bounds no memory. With a `budget` the laziest layers stream, as many
+    as layers x budget entries need, and `threshold` has no effect. If the budget is less than twice a lazy layer's
     entries, such a layer keeps half of the budget. The authors' thresholds are 0.65 (LLaMA2), 0.8 (Mistral), 0.85
     (Qwen2.5) and 0.9 (LLaMA3).
 

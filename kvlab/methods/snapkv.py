@@ -17,11 +17,11 @@ from kvlab.methods._base.prompt import Prompt
 class SnapKV(Policy):
     """Keeps the observation window and the older tokens that it attends to most; prefill only.
 
-    SnapKV (Li et al. 2024), section 4 and listing 1: attention of the last `window` queries over all keys, causal
-    inside the window, summed over the window; the window's own columns dropped; average-pooled with zeros as padding;
-    top (budget - window). Every generated token is kept besides. Cost: one window x prompt attention for each layer;
-    with `sets="head"` the heads of a GQA group each store their own entries, which multiplies the cache by the group's
-    size.
+    SnapKV (Li et al. 2024), section 4 and listing 1: the last `window` queries attend to all keys, causally inside the
+    window. Their attention is summed and average-pooled with zeros as padding; the window's own columns are dropped.
+    The window and the top (budget - window) stay. Every generated token is also kept. Cost: one window x prompt
+    attention for each layer. With `sets="head"` each head of a GQA group stores its own entries, which multiplies the
+    cache by the group's size.
 
     Choices where the paper is silent: on GQA the group's scores are summed and its heads share one set.
 
@@ -29,8 +29,8 @@ class SnapKV(Policy):
         budget: entries for each layer and KV head, the window included.
         window: last prompt tokens that observe and always stay (32 in most published runs).
         kernel: width of the pooling, odd (7).
-        sets: "group" for one set for each KV head; "head" for one set for each query head, as in the authors' code,
-            where `budget` is that of each query head.
+        sets: "group" for one set for each KV head; "head" for one set of `budget` entries for each query head, as in
+            the authors' code.
     """
 
     name: ClassVar[str] = "snapkv"

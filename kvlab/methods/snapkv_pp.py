@@ -15,9 +15,9 @@ from kvlab.methods._base.prompt import Prompt
 class SnapKVPlusPlus(Policy):
     """Keeps the observation window and the older tokens that it attends to most, in wide clusters; prefill only.
 
-    RocketKV (Behnam et al. 2025), section 3.3 and algorithm 1: attention of the last `window` queries, summed over the
-    window and the GQA group, and only then max-pooled, by a kernel that grows with the prompt; top (budget - window),
-    the window appended. Every generated token is kept besides. Cost: one window x prompt attention for each layer.
+    RocketKV (Behnam et al. 2025), section 3.3 and algorithm 1: the last `window` queries' attention is summed over the
+    window and the GQA group. Only then it is max-pooled, with a kernel that grows with the prompt. The window and the
+    top (budget - window) stay. Every generated token is also kept. Cost: one window x prompt attention for each layer.
 
     Choices: the kernel is the small one below the threshold, as in the paper's text (its algorithm box has the two the
     other way round). Pooling makes equal scores common: the earlier position wins. In the published runs the last

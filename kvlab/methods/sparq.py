@@ -20,18 +20,18 @@ class SparQ(Policy):
     """Keeps the whole cache and reads the top entries by approximate scores; the mean value stands in for the rest.
 
     SparQ (Ribar et al. 2023), algorithm 1: the r largest |q| give approximate scores, softmax(q_r . K_r / sqrt(d x
-    |q_r|_1 / |q|_1)); the top k entries are read; out = alpha x attention + (1 - alpha) x mean of all values, alpha the
-    approximate mass of what was read. Within the budget everything is read and nothing blended. Cost: a second copy of
-    the keys that lies by dimension, so that storage is 1.5 times the full cache; a running sum of the values; at every
-    step r dimensions of the copy are loaded. (The mean value, one vector a step, is left out of the budget, as RocketKV
-    leaves it out.)
+    |q_r|_1 / |q|_1)); the top k entries are read. The output is alpha x attention + (1 - alpha) x mean of all values.
+    alpha is the approximate attention mass of the entries read. Within the budget everything is read and nothing
+    blended. Cost: a second copy of the keys, ordered by dimension: storage is 1.5 times the full cache. A running sum
+    of the values; at every step r dimensions of the copy are loaded. (The mean value, one vector a step, is left out of
+    the budget, as RocketKV leaves it out.)
 
-    Choices: RocketKV's accounting (its appendix A.3), half of what is read finds and half attends: k = budget // 2, and
-    r such that r dimensions of all keys weigh as much, S the prompt and the new tokens that are announced. Where
-    finding costs more (r cannot be below 1, or is given) fewer are read, so that both stay within the budget, but at
-    least one: a budget below S / (2 d) + 1 is overdrawn. Beyond S, r falls as the sequence grows. On GQA |q| is summed
-    over the group, which shares the dimensions; approximate scores are taken for each head and summed; alpha is each
-    head's own. The own entry is not forced. Of equal scores, or |q|, the earlier wins.
+    Choices: RocketKV's accounting (its appendix A.3), half of the budget finds and half attends. k is budget // 2, and
+    r dimensions of all S keys weigh as much; S counts the prompt and the announced new tokens. If finding costs more (r
+    is at least 1, or set), fewer entries are read, but at least one. A budget below S / (2 d) + 1 is then exceeded.
+    Beyond S, r falls as the sequence grows. On GQA |q| is summed over the group, which shares the dimensions.
+    Approximate scores are computed for each head and summed; alpha is each head's own. The own entry is not forced. Of
+    equal scores, or |q|, the earlier wins.
 
     Parameters:
         budget: entries read at each step for each layer and KV head, finding included.

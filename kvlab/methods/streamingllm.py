@@ -15,9 +15,9 @@ from kvlab.methods._base.prompt import Prompt
 class StreamingLLM(Policy):
     """Keeps the first `sinks` tokens and the most recent ones, at the prefill and at every decoding step.
 
-    StreamingLLM (Xiao et al. 2023), section 3.2: attention sinks, the first tokens, which draw attention whatever they
-    say, stay beside a rolling window of the latest ones. Each new token evicts the oldest of the window. Cost: none; it
-    scores nothing.
+    StreamingLLM (Xiao et al. 2023), section 3.2: attention sinks and a rolling window of the latest tokens stay. Sinks
+    are the first tokens, which draw attention whatever they say. Each new token evicts the oldest of the window. Cost:
+    none; it scores nothing.
 
     Choices: keys keep their own positions (the original renumbers them inside the cache).
 

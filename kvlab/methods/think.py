@@ -30,14 +30,13 @@ def _object(scorer: Any) -> Any:
 class ThinK(Wrapper):
     """Drops channels of the prompt's keys, in each KV head those that the last queries weigh least; prefill only.
 
-    ThinK (Xu et al. 2024), section 3.2: the weight of a channel is the size of its share in the products of the last
-    `window` queries with all keys, |q_c|^2 x |k_c|^2; the `ratio` of channels with the smallest goes. Tokens all stay,
-    or those that a `scorer` keeps; generated tokens are kept whole. Cost: two sums of squares; a mask of the channels
-    for each head.
+    ThinK (Xu et al. 2024), section 3.2: a channel's weight is |q_c|^2 x |k_c|^2, over the last `window` queries and all
+    keys. The `ratio` of channels with the smallest weights goes. Tokens all stay, or those that a `scorer` keeps;
+    generated tokens are kept whole. Cost: two sums of squares; a mask of the channels for each head.
 
     Choices: squares are averaged over the GQA group, and over all keys of the prompt, as in kvpress. Keys of the last
-    `window` tokens stay whole, as in the authors' code. Dropped channels are zeros where keys lie: the bytes that are
-    stored and read count them as gone, which a kernel for thinner keys would have them be; allocated bytes do not.
+    `window` tokens stay whole, as in the authors' code. Dropped channels become zeros in the keys. Stored and read
+    bytes count them as gone, as with a kernel for thinner keys; allocated bytes do not.
 
     Parameters:
         ratio: share of the key channels that goes (0.4), rounded down.
@@ -60,8 +59,8 @@ class ThinK(Wrapper):
         inner = self.scorer or Full()
         if inner.needs.acts_while_decoding or inner.needs.surveys or getattr(inner, "sets", "group") == "head":
             raise KvlabError(
-                f"{self.name}: {inner.name} does more than to choose which tokens of the prompt each KV head keeps; "
-                "take a policy that does this alone, such as 'snapkv' or 'keydiff'"
+                f"{self.name} needs an inner policy that only chooses which prompt tokens each KV head keeps, such as "
+                f"'snapkv' or 'keydiff', not {inner.name}"
             )
         return inner
 

@@ -22,14 +22,14 @@ class Threshold(Rescoring):
     """Keeps every entry whose score is at least `at`, whatever their number, at the prefill and while decoding.
 
     Not from a paper: Dynamic Memory Sparsification (arXiv 2506.05345) trains a model to decide which entries leave, and
-    evicts them a window of tokens later; here a score and a threshold decide, as in kvpress (DMSPress). The latest
+    evicts them a window of tokens later. Here a score and a threshold decide, as in kvpress (DMSPress). The latest
     `window` tokens always stay. At the end of the prefill, and every `interval` generated tokens, older entries are
-    scored over what is stored, and those below `at` leave. There is no budget: stored bytes say what it came to. Cost:
+    scored over what is stored, and those below `at` leave. There is no budget; the stored bytes are a result. Cost:
     the scorer's at each pass, head by head; its window of queries, stored.
 
-    Choices: an entry is scored at every pass, so that one that queries no longer look at leaves later on (kvpress
-    scores an entry once, as it comes). While decoding each KV head is scored by itself. What the scorer always keeps
-    stays. Every scorer has a scale of its own; the default of `at` is of SnapKV's, for groups of three query heads.
+    Choices: an entry is scored at every pass, and leaves once queries no longer look at it (kvpress scores an entry
+    once). While decoding each KV head is scored by itself. Tokens that the scorer always keeps stay. Every scorer has a
+    scale of its own; the default of `at` is of SnapKV's, for groups of three query heads.
 
     Parameters:
         at: the least score that stays, in the scorer's own numbers (0.02, for "snapkv").

@@ -14,9 +14,9 @@ from kvlab.methods._base.scorer import Scorer
 class TOVA(Scorer):
     """Keeps, for the whole layer, the tokens that the latest query attends to most; one out for each one in.
 
-    "Transformers are Multi-State RNNs" (Oren et al. 2024), section 3.2: the attention of the last query, averaged over
-    all heads of the layer, ranks the tokens; the lowest leaves. The prompt is brought down by its last query, and each
-    decoding step by its own. One set serves all heads. Cost: none besides the attention itself.
+    "Transformers are Multi-State RNNs" (Oren et al. 2024), section 3.2: the last query's attention, averaged over all
+    heads of the layer, ranks the tokens. The lowest leaves. The prompt is brought down by its last query, and each
+    decoding step by its own. One set serves all heads. Cost: none but the attention itself.
 
     Choices where the paper is silent: nothing is forced, so that the latest token itself may leave, as in the authors'
     code. Of equal scores the earlier position stays.

@@ -20,21 +20,21 @@ CENTRES, SPREADS, FREQUENCIES, INTERLEAVED = "centres", "spreads", "frequencies"
 
 
 class TriAttention(Policy):
-    """Keeps the entries that a query at the centre of all queries before RoPE would attend to from positions to come,
-    compressed every few steps.
+    """Keeps the entries that the mean query before RoPE would attend to from later positions, compressed every few
+    steps.
 
-    "TriAttention: Efficient Long Reasoning with Trigonometric KV Compression" (Mao et al. 2026): with q_f and k_f the
-    pairs of channels that RoPE turns by the frequency w_f, as complex numbers, a key at distance d scores sum_f |E q_f|
-    |k_f| cos(w_f d + phase(E q_f, k_f)), averaged over the distances d + 1, d + 2, d + 4 ... d + `reach`, and sum_f
-    (E|q_f| - |E q_f|) |k_f|, which counts the more the less the queries keep to their centre. Scores of each query head
-    are standardised, and the largest of the GQA group counts. Entries gather until the budget is full; then the best
-    stay and leave room for `interval` new ones. Cost: two vectors for each query head, stored; at each compression two
-    products of them with all keys.
+    "TriAttention: Efficient Long Reasoning with Trigonometric KV Compression" (Mao et al. 2026): a key's score has two
+    terms. q_f and k_f are the pairs of channels that RoPE turns by the frequency w_f, as complex numbers. The first
+    term of a key at distance d is sum_f |E q_f| |k_f| cos(w_f d + phase(E q_f, k_f)). It is averaged over the distances
+    d + 1, d + 2, d + 4 ... d + `reach`. The second, sum_f (E|q_f| - |E q_f|) |k_f|, counts more the less the queries
+    cluster around their mean. Scores of each query head are standardised, and the largest of the GQA group counts.
+    Entries gather until the budget is full; then the best stay and leave room for `interval` new ones. Cost: two
+    vectors for each query head, stored; at each compression two products of them with all keys.
 
     Choices: centres are those of the prompt's own queries (the paper calibrates on other texts, and finds that they
     hardly depend on the text). The prompt's entries compete with the others, and the budget counts all of them (the
-    authors' code keeps the prompt unless told otherwise). Each layer and head chooses for itself. Channels that RoPE
-    leaves alone count with the product of their mean.
+    authors' code keeps the prompt by default). Each layer and head chooses for itself. Channels that RoPE leaves alone
+    count with the product of their mean.
 
     Parameters:
         budget: entries for each layer and KV head, the room that a compression makes included.

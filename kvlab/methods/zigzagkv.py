@@ -14,14 +14,14 @@ from kvlab.methods.snapkv import SnapKV
 class ZigZagKV(SnapKV):
     """Takes SnapKV's scores and window, with a layer's budget proportional to its uncertainty; prefill only.
 
-    ZigZagKV (Zhong et al. 2024): the uncertainty of a layer is the number of tokens that it takes to gather `mass` of
-    the window's attention, averaged over query heads. Budgets are proportional to it, at least `floor` of the mean
-    budget, and sum to layers x budget. Every generated token is kept besides. All layers are seen before any is
-    compressed. Cost: SnapKV's, and one sort of each head's attention.
+    ZigZagKV (Zhong et al. 2024): a layer's uncertainty is the number of tokens that gather `mass` of the window's
+    attention, averaged over query heads. Budgets are proportional to it, at least `floor` of the mean budget, and sum
+    to layers x budget. Every generated token is also kept. All layers are seen before any is compressed. Cost:
+    SnapKV's, and one sort of each head's attention.
 
     Choices where the paper is silent: the attention of the window's queries is summed and normalised before it is
-    gathered; the window belongs to the budget, so no budget is smaller; what exceeds a short prompt goes to the other
-    layers in proportion.
+    gathered. The window belongs to the budget, so no budget is smaller. Entries beyond a short prompt's length go to
+    the other layers in proportion.
 
     Parameters:
         budget: entries for each layer and KV head on average, the window included.

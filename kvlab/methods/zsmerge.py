@@ -22,23 +22,23 @@ class ZSMerge(Policy):
     tokens).
 
     ZSMerge, algorithm 1 and eq. 3-8: scores decay and gather attention (eq. 5). The token that leaves the proximity
-    part joins the context; the context's lowest score leaves it, into a free residual slot or merged into the one with
-    the largest dot product (eq. 6-7). Logits of merged entries get alpha x log(count) (eq. 8). Of equal scores the
-    earlier position stays. Cost: one score and one count for each entry.
+    part joins the context. The context's lowest score moves to a free residual slot, or is merged into the one with the
+    largest dot product (eq. 6-7). Logits of merged entries get alpha x log(count) (eq. 8). Of equal scores the earlier
+    position stays. Cost: one score and one count for each entry.
 
     Choices: scores start from the last `window` prompt queries (appendix B); the group's attention is summed. At the
-    end of the prefill the residual slots are filled with contiguous runs of the evicted tokens in position order,
-    averaged, as in the authors' code; `initial="similarity"` merges them one by one as in decoding. A slot carries the
-    position of its first token. In the authors' code the token leaving the proximity part always displaces the lowest
-    of the others (`newcomer="displaces"`); algorithm 1 compares it too. Algorithm 1 scores by eq. 2, whose softmax
-    knows no bias, and attends by eq. 8: `scored="plain"`. As attended (`"biased"`) a query that gives
-    much to merged slots gives less to all others, and counts for less in their scores.
+    end of the prefill contiguous runs of the evicted tokens, averaged, fill the residual slots, as in the authors'
+    code. `initial="similarity"` merges them one by one as in decoding. A slot carries the position of its first token.
+    In the authors' code the token leaving the proximity part always displaces the lowest of the others
+    (`newcomer="displaces"`); algorithm 1 compares it too. Algorithm 1 scores by eq. 2, whose softmax has no bias, and
+    attends by eq. 8: `scored="plain"`. With `"biased"` scores come from the attention itself. A query that attends much
+    to merged slots then adds less to the other scores.
 
     Parameters:
         budget: entries for each layer and KV head, B = Bp + Bc + Br.
         proximity: Bp / B (0.5).
-        residual: Br as a share of B - Bp, rounded down as in the authors' code, at least one slot (0.02), or an integer
-            number of slots; 0 is plain eviction.
+        residual: Br as a share of B - Bp, rounded down to at least one slot (0.02), or a number of slots; 0 is plain
+            eviction.
         decay: lambda of eq. 5 (0.98).
         window: prompt queries that start the scores (8).
         alpha: strength of the logit bias, in [0, 1] (1).

@@ -152,7 +152,7 @@ class Claim(BaseModel):
     def _compares_what_can_be(self) -> Claim:
         parts = [self.direction, *_within_tests(self.direction), *_within_tests(self.size)]
         if any(isinstance(part, NotCompared) for part in parts):
-            raise ValueError("not_compared stands in place of a test of size: only the size as a whole can be left out")
+            raise ValueError("not_compared replaces a test of size: only the size as a whole can be left out")
         sizes = [self.size, *_within_tests(self.size)]
         if self.kind == "recomputed" and any(isinstance(part, Within) and part.of == "factor" for part in sizes):
             raise ValueError("a factor is no test of arithmetic: what is recomputed is judged by `prints_as`")

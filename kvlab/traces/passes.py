@@ -213,14 +213,9 @@ def prefilled(trace: Trace, lm: LM | None = None) -> StoreCache:
     """
     if trace.layout.mixed or trace.chosen is not None:
         if lm is None or trace.ids is None:
-            what = (
-                "the layers of its model that are compressed"
-                if trace.layout.mixed
-                else "the keys that attention has, and none of an indexer"
-            )
+            what = "the compressed layers of its model" if trace.layout.mixed else "attention's keys, not the indexer's"
             raise KvlabError(
-                f"this trace holds only {what}; give the model too, and a trace that knows its tokens, to make again "
-                "what the others held"
+                f"this trace holds only {what}; to compute the missing ones, pass the model and a trace with token ids"
             )
         empty = trace.keys[:, None, :, :0]
         cache = StoreCache([LayerStore(keys, keys) for keys in empty], lm.model)

@@ -150,8 +150,8 @@ def planned(
     hooks.check_length(lm.model, furthest)
     if chunk is not None and chunk < length and changes_within(lm.model, length):
         raise KvlabError(
-            f"{lm.name} turns queries and keys by how long a sequence it is fed, so a prompt of {length} tokens goes "
-            "through it in one piece; leave chunk out"
+            f"{lm.name}'s RoPE depends on the length of what it is fed, so the {length} tokens of the prompt must be "
+            "one chunk; leave chunk out"
         )
     chunk = chunk_for(lm.model, length) if chunk is None else min(whole("chunk", chunk), length)
     window = length if queries == "all" else min(window, length)

@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 FIGURES = "figures"
 SENTENCES = 3
-# A sentence ends at a full stop that stands behind a letter and before a capital, a bracket or code.
+# A sentence ends at a full stop between a letter and a capital, a bracket or code.
 _END = re.compile(r"(?<=[^.\s][.!?])\s+(?=[A-Z(`\"])")
-# What stands before the first colon; the title of a paper is quoted, and may have a colon.
+# The text before the first colon; the title of a paper is quoted, and may have a colon.
 _PAPER = re.compile(r'((?:"[^"]*"|[^":])*): ')
 _MIB = 2**20
 
 
 @dataclass(frozen=True)
 class PolicyDocstring:
-    """What the docstring of a policy tells.
+    """The parts of a policy's docstring.
 
     Attributes:
         paper: the reference, or that there is none.
-        idea: the method in three sentences.
-        cost: what it costs beside the attention.
+        idea: the method in three sentences or more.
+        cost: the cost in addition to the attention.
         parameters: names with commas between them -> what they mean.
     """
 
@@ -62,10 +62,10 @@ class PolicyDocstring:
         sentences = [_plain(first), *_END.split(body[paper.end() :] if paper else body)]
         if paper is None or not cost or len(sentences) < SENTENCES:
             raise KvlabError(
-                f"the docstring of {method.name} does not tell the paper, the idea in three sentences and the cost, "
-                "as in 'What it does.\\n\\nPAPER: how it works. What follows from that. Cost: what it costs.'"
+                f"the docstring of {method.name} must name the paper, give the idea in three sentences, and the cost: "
+                "'Keeps something.\\n\\nPAPER: how it works. A consequence. Cost: time and memory.'"
             )
-        idea = " ".join(sentence[:1].upper() + sentence[1:] for sentence in sentences[:SENTENCES])
+        idea = " ".join(sentence[:1].upper() + sentence[1:] for sentence in sentences)
         listed = next((part for part in others if part.startswith("Parameters:\n")), "")
         entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", listed, re.MULTILINE)
         return cls(paper[1], idea, cost, {names: _plain(meaning) for names, meaning in entries})
@@ -146,7 +146,7 @@ def sources(paper: Paper | None) -> list[str]:
 
 
 def _others(method: Policy) -> str:
-    """The parameters beside the budget that are not the defaults."""
+    """The parameters other than the budget that are not the defaults."""
     fields = type(method).model_fields
     changed = [(key, value) for key, value in method if key != "budget" and value != fields[key].default]
     return ", ".join(f"`{key}={value!r}`" for key, value in changed)
@@ -161,13 +161,13 @@ def _caption(portrait: Portrait, settings: Settings) -> str:
     """What the picture shows, in words."""
     parts = [
         f"The start of `{portrait.document}` with a request to summarise it, {portrait.prompt:,} tokens.",
-        "Above each map of tokens stands its mean over layers; beside it the mean number of tokens of a KV head, "
-        "with a thin line from the head that has fewest to the one that has most.",
+        "Above each map of tokens: its mean over layers. At its side: the mean number of tokens of a KV head, with a "
+        "thin line from the smallest to the largest.",
     ]
     if portrait.read is not None:
-        parts.append(f"What is read is the mean over {settings.new_tokens} decoding steps.")
+        parts.append(f"Reads are means over {settings.new_tokens} decoding steps.")
     if portrait.merged is not None:
-        parts.append("An entry that holds merged tokens stands at the position of the first of them.")
+        parts.append("A merged entry is at the position of its first token.")
     return f"*{' '.join(parts)}*"
 
 
@@ -175,7 +175,7 @@ def _of_selection(method: type[Policy]) -> str:
     """What is said of a table in which a method's recall tells little."""
     if method.kind != "selection":
         return ""
-    return " Recall is of what is stored when the prompt has ended; what a selection misses is in the mass lost."
+    return " Recall counts the entries stored at the end of the prompt; the mass lost counts what a selection misses."
 
 
 def _times(name: str, found: Found, budget: str, others: str) -> list[str]:
@@ -190,9 +190,9 @@ def _times(name: str, found: Found, budget: str, others: str) -> list[str]:
         return [f"Times depend on the machine, and were not measured here. {bench}"]
     return [
         _table("| | against transformers' full cache | range |", _cost_rows(name, found)),
-        f"Medians and extremes of {settings.repeats} rounds in turns with transformers' own full cache, with a prompt "
-        f"of {settings.tokens:,} tokens and {settings.new_tokens} decoding steps"
-        f"{f', at a budget of {settings.budget:g}' if budget else ''}; the first token includes the prompt and its "
+        f"Medians and extremes of {settings.repeats} rounds, in turns with transformers' own full cache. Prompt: "
+        f"{settings.tokens:,} tokens; decoding steps: {settings.new_tokens}"
+        f"{f'; budget: {settings.budget:g}' if budget else ''}. The first token includes the prompt and its "
         f"compression. {bench}",
     ]
 
@@ -207,7 +207,7 @@ def _cost_rows(name: str, found: Found) -> list[str]:
 
 
 def _quality_rows(name: str, found: Found) -> list[str]:
-    """At each budget a row for the policy, in bold, and for those beside it; last those that have none."""
+    """At each budget a row for the policy, in bold, and for those to compare with; last those without a budget."""
     rows = []
     shown = list(dict.fromkeys([name, *portraits.REFERENCES]))
     by_budget: dict[tuple[str, float | None], pd.DataFrame] = {}
@@ -255,14 +255,14 @@ def write(
     Args:
         names: policies, none for all.
         out: folder of the pages, made if it is not there; pictures lie in its folder `figures`.
-        advance: told what is being done, and how much was done since (`portraits.work`).
+        advance: called with the current work, and how much was done since (`portraits.work`).
 
     Returns:
         The pages.
 
     Raises:
-        KvlabError: a policy that does not exist, a docstring that tells too little, or a folder that cannot be written;
-            no file has been changed then.
+        KvlabError: a policy that does not exist, an incomplete docstring, or a folder that cannot be written; no file
+            has been changed then.
     """
     settings, names = settings or Settings(), named(names)
     check_folder(out)

@@ -60,8 +60,8 @@ def checkout() -> Path:
     folder = root()
     if next((folder / "experiments").glob("*.yaml"), None) is None:
         raise KvlabError(
-            f"there are no experiments in {folder}: they are files in a workspace or a checkout of kvlab, in its "
-            "folder `experiments`; change into one, name it in KVLAB_ROOT, or make one with `kvlab new my-lab`"
+            f"there are no experiments in {folder}; change into a workspace or a checkout of kvlab, name it in "
+            "KVLAB_ROOT, or run `kvlab new my-lab`"
         )
     return folder
 

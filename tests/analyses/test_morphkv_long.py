@@ -199,7 +199,7 @@ def test_what_is_lost_of_a_code_is_what_its_tokens_lose(made_up):
 
 
 def test_a_prompt_that_ends_before_the_fact_is_refused(lm, made_up):
-    with pytest.raises(KvlabError, match="a prompt of 8 tokens ends before the fact is stated"):
+    with pytest.raises(KvlabError, match="a prompt of 8 tokens must end between the fact and its question"):
         facts.measure(*made_up, 8, {})
     with pytest.raises(KvlabError, match="tokens, and 999[0-9]+ are asked for between a fact and its question"):
         facts.plant_facts(lm, ["sotu/1962"], 10**6)

@@ -84,7 +84,7 @@ def test_where_one_compression_leaves_no_room_the_others_are_compared(traces):
 
 
 def test_a_ladder_needs_room_for_each_head(traces):
-    with pytest.raises(KvlabError, match="a compression of 20 the budget of 45 leaves SnapKV no room"):
+    with pytest.raises(KvlabError, match="a compression of 20 SnapKV's budget is 45: too small"):
         design.stage_by_stage(traces[:1], [20])
 
 

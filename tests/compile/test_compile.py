@@ -67,10 +67,10 @@ def test_a_map_is_written_as_a_file_of_the_other_model(capsys, monkeypatch, tmp_
         (["--documents", "sotu/1888x"], 1, "sotu/1888"),
         (["--from", "smollm2-135"], 1, "smollm2-135m"),
         (["--model", "smollm2-135"], 1, "smollm2-135m"),
-        (["--samples", "8"], 1, "samples was a setting of joint trials and thresholds, which have ended"),
-        (["--risk-samples", "8"], 1, "risk_samples was a setting of joint trials"),
-        (["--alpha", "1"], 1, "alpha was a setting of joint trials"),
-        (["-p", "penalty=0.1"], 1, "penalty was a setting of joint trials"),
+        (["--samples", "8"], 1, "leave out samples: `kvlab compile` no longer learns"),
+        (["--risk-samples", "8"], 1, "leave out risk_samples: `kvlab compile` no longer learns"),
+        (["--alpha", "1"], 1, "leave out alpha: `kvlab compile` no longer learns"),
+        (["-p", "penalty=0.1"], 1, "leave out penalty: `kvlab compile` no longer learns"),
     ],
 )
 def test_a_mistake_is_one_sentence(capsys, arguments, code, said):

@@ -253,7 +253,7 @@ def test_a_failing_handler_leaves_the_model_as_it_was(tiny, error):
 def test_the_implementation_outside_of_a_session_says_so():
     model = models.random_lm("tiny-llama-gqa", device="cpu", dtype="float32").model
     model.set_attn_implementation(hooks.NAME)
-    with pytest.raises(KvlabError, match="only runs inside kvlab's own context managers"):
+    with pytest.raises(KvlabError, match="is not hooked .* inside kvlab's context manager"):
         model(torch.tensor([[5, 6, 7]]))
 
 
@@ -272,9 +272,7 @@ def test_models_that_cannot_be_hooked_are_refused(name):
 def test_windows_shorter_than_the_sequence_are_refused_by_layer(tiny):
     mistral = tiny("tiny-mistral", sliding_window=16).model
     hooks.check_length(mistral, 16)
-    with pytest.raises(KvlabError, match="layer 0 of MistralForCausalLM sees a window of 16 tokens, .* has 17"):
-        hooks.check_length(mistral, 17)
-    with pytest.raises(KvlabError, match="no layer of it attends to the whole past, so use at most 16 tokens"):
+    with pytest.raises(KvlabError, match="Mistral.* a sliding window, layer 0 of 16 .* at most 16 tokens, not 17"):
         hooks.check_length(mistral, 17)
     some = tiny("tiny-qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1).model
     hooks.check_length(some, 2048)  # the windows of other layers are no bound

@@ -30,10 +30,7 @@ KNOWN = (
 )
 NONE = " has no attention, and so no KV cache to look into or to compress;" + KNOWN
 UNSEEN = " does not call transformers' attention interface, so kvlab cannot see its attention;" + KNOWN
-COMPRESSED = (
-    " has latent attention (keys and values are made from one compressed vector for each token) whose cache does not "
-    "hold these vectors, which kvlab does not model;" + KNOWN
-)
+COMPRESSED = " has latent attention, and its cache does not hold the compressed vectors;" + KNOWN
 REFUSED = {
     "mamba": ("mamba", SMALL | dict(state_size=4), "MambaForCausalLM" + NONE),
     "mamba2": ("mamba2", SMALL | dict(state_size=4, num_heads=4, head_dim=16, n_groups=1), "Mamba2ForCausalLM" + NONE),

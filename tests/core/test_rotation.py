@@ -86,7 +86,7 @@ def test_a_rotation_that_does_not_agree_is_refused_in_one_sentence(strange, tmp_
     trace = kvlab.capture(strange, prompt(60), 2, policies=["expected_attention"])
     assert trace.rotations == (None, None)
     policy = kvlab.policy("expected_attention", budget=20)
-    told = "expected_attention turns vectors .* this model does it in a way that kvlab does not know"
+    told = "expected_attention rotates vectors .* kvlab does not know this model's rotation"
     for one in (trace, kvlab.Trace.load(trace.save(tmp_path / "strange.safetensors"))):
         with pytest.raises(KvlabError, match=told):
             kvlab.replay(one, policy)

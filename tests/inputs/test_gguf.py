@@ -229,7 +229,7 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path, own_home):
 
 
 def test_a_way_of_splitting_that_is_not_known_is_told(tmp_path):
-    with pytest.warns(UserWarning, match="b.gguf splits text for its tokenizer as 'novel', which kvlab does not know"):
+    with pytest.warns(UserWarning, match="b.gguf names the pre-tokenizer 'novel', which kvlab does not know"):
         models.load(tiny_gguf.write(tmp_path / "b.gguf", pre="novel"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -27,7 +27,7 @@ def test_values_have_lines(tmp_path):
     ("text", "sentence"),
     [
         ("a: [1, 2", r"a.yaml is not valid YAML, line 1, column \d+: "),
-        ("a: 1\na: 2\n", r"a.yaml, line 2: the key 'a' stands there twice"),
+        ("a: 1\na: 2\n", r"a.yaml, line 2: the key 'a' is there twice"),
         ("a: &x [*x]\n", r"a.yaml, line 1: an alias refers to what contains it"),
         ("a: !!python/object/apply:os.system ['true']\n", r"not valid YAML, line 1.*python/object"),
         ("a: 2001-13-45\n", r"not valid YAML"),

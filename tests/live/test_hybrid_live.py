@@ -354,5 +354,5 @@ def test_a_model_of_windows_alone_is_refused_beyond_them(tiny):
     model = tiny("tiny-mistral", sliding_window=32).model
     with kvlab.compress(model, small("snapkv")):
         agree(generate(model, prompt(20), 10), generate(model, prompt(20), 10))
-        with pytest.raises(KvlabError, match="no layer of it attends to the whole past, so use at most 32 tokens"):
+        with pytest.raises(KvlabError, match="every layer of .* has a sliding window, .* at most 32 tokens"):
             generate(model, prompt(20), 20)

@@ -139,7 +139,10 @@ def test_a_plain_cache_with_content_is_continued(tiny, name, turns):
     with torch.no_grad():
         model(ids[:, :30], past_key_values=past)
     if name in LOOK_FAR_BACK:
-        with kvlab.compress(model, everything(name)), pytest.raises(KvlabError, match="only 30"):
+        with (
+            kvlab.compress(model, everything(name)),
+            pytest.raises(KvlabError, match=" 60 queries.* 30|not 30 of 60 tokens"),
+        ):
             continued(model, past, ids)
         return
     with kvlab.compress(model, everything(name), turns=turns):
@@ -158,7 +161,10 @@ def test_what_a_plain_cache_cannot_tell_is_said(tiny):
         continued(model, copy.deepcopy(past), ids)
     with kvlab.compress(model, small("streamingllm")):
         lossy = generate(model, ids).past_key_values
-    with kvlab.compress(model, "full", probes=["mass_lost"]), pytest.raises(KvlabError, match="has lost entries"):
+    with (
+        kvlab.compress(model, "full", probes=["mass_lost"]),
+        pytest.raises(KvlabError, match="has evicted or rounded entries"),
+    ):
         model(ids[:, :1], past_key_values=lossy)
 
 
@@ -257,7 +263,10 @@ def test_what_a_cache_gathered_before_the_session_is_not_added_up(tiny):
     model, ids = tiny().model, prompt(60)
     with torch.no_grad():
         past = model(ids[:, :40]).past_key_values
-    with kvlab.compress(model, small("h2o")), pytest.raises(KvlabError, match="only 20 of 60 were fed inside"):
+    with (
+        kvlab.compress(model, small("h2o")),
+        pytest.raises(KvlabError, match="feed the whole prompt .*, not 20 of 60 tokens"),
+    ):
         model(ids[:, 40:], past_key_values=past)
 
 

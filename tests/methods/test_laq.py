@@ -88,5 +88,5 @@ def test_a_trace_without_the_draft_and_a_small_draft_are_refused(tiny):
     trace = kvlab.capture(tiny(), prompt(40), 2)
     with pytest.raises(KvlabError, match="laq needs pseudo-queries"):
         kvlab.replay(trace, kvlab.policy("laq", budget=12))
-    with pytest.raises(KvlabError, match="draft 32 leaves no room besides a draft_window of 32"):
+    with pytest.raises(KvlabError, match="draft 32 must be above draft_window, which is 32"):
         kvlab.policy("laq", budget=12, draft=32)

@@ -61,7 +61,7 @@ def test_given_filters_need_no_query(tmp_path):
     ):
         kept = policy.keep(keys[:, :, :0].repeat(1, 2, 1, 1), keys, keys, layer=index, n_layers=2)
         assert sets(kept[0]) == [sorted(column.topk(2).indices.tolist()) for column in columns]
-    with one_sentence("2 layers of 2 KV heads of 4, and this model has 3 of 2 of 4"):
+    with one_sentence(r"\(2, 2, 4\); this model has \(3, 2, 4\)"):
         policy.keep(keys, keys, keys, layer=0, n_layers=3)
     before = str(policy)
     path.write_text(json.dumps(content(seed=1)))

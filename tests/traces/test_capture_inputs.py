@@ -44,9 +44,9 @@ def test_a_sliding_window_must_span_the_sequence_and_then_is_none(tiny, monkeypa
         found = attention_by_hand(trace.queries[layer], trace.keys[layer], trace.scaling)
         torch.testing.assert_close(found.float(), expected, **CLOSE)
     monkeypatch.setattr(lm.model, "forward", lambda *_a, **_k: pytest.fail("the model ran"))
-    with pytest.raises(KvlabError, match="sees a window of 16 tokens, and the sequence has 17"):
+    with pytest.raises(KvlabError, match="sliding window, layer . of 16 tokens; .*, not 17"):
         kvlab.capture(lm, sequence(11), STEPS, pseudo=())
-    with pytest.raises(KvlabError, match="the sequence has 18"):  # eight pseudo-tokens count as well
+    with pytest.raises(KvlabError, match="16 tokens, not 18"):  # eight pseudo-tokens count as well
         kvlab.capture(lm, sequence(10), STEPS, pseudo=[kvlab.policy("dapq", budget=4, window=8)])
 
 

@@ -139,7 +139,7 @@ def test_a_model_whose_rotation_depends_on_what_it_is_fed_takes_a_prompt_whole(m
     lm = models.random_lm("tiny-llama-gqa", device="cpu", dtype="float32", **changes)
     fed, _ = longest_passes(monkeypatch, lambda: kvlab.capture(lm, sequence(PROMPT), 0, pseudo=()))
     assert [n for n, _ in fed] == [PROMPT]
-    with pytest.raises(KvlabError, match="turns queries and keys by how long a sequence it is fed, so .* leave chunk"):
+    with pytest.raises(KvlabError, match=f"RoPE depends on the length .* {PROMPT} tokens .* leave chunk"):
         kvlab.capture(lm, sequence(PROMPT), 0, pseudo=(), chunk=10)
     # Below the length at which its tables change it is as any other.
     expected = kvlab.capture(lm, sequence(30), STEPS, pseudo=(), chunk=30)

@@ -128,10 +128,10 @@ def test_fewer_tokens_than_it_may_choose_are_all_read(captured):
 def test_what_an_indexer_cannot_have_is_one_sentence(captured, tiny):
     lm, trace, _ = captured(INDEXED)
     for sentence in (refusal(kvlab.compress, lm, "full"), refusal(attribute, lm, small("snapkv"), prompt(), 4)):
-        assert sentence.startswith("DeepseekV32ForCausalLM chooses the tokens that it attends to by a sparse indexer")
+        assert sentence.startswith("DeepseekV32ForCausalLM has a sparse indexer")
     plain = kvlab.capture(tiny("latent-deepseek-v3"), prompt(), 2, pseudo=())
     assert "holds no choice of a sparse indexer" in refusal(lambda: plain.indexer)
     assert "another trace" in refusal(kvlab.replay, plain, trace.indexer)
-    assert "give the model too" in refusal(prefilled, trace)
+    assert "pass the model" in refusal(prefilled, trace)
     with pytest.raises(kvlab.KvlabError, match="an indexer's choice"):
         kvlab.traces.checks.check(kvlab.traces.trace.replace(trace, chosen=trace.chosen[:1]))

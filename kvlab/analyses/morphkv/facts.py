@@ -128,8 +128,8 @@ def measure(lm: LM, texts: PlantedFacts, prompt: int, policies: dict[str, Policy
     """
     if not max(fact.stop for fact in texts.fact) < prompt < min(texts.question):
         raise KvlabError(
-            f"a prompt of {prompt} tokens ends before the fact is stated or after it is asked for; the fact ends at "
-            f"{max(fact.stop for fact in texts.fact)}, the question begins at {min(texts.question)}"
+            f"a prompt of {prompt} tokens must end between the fact and its question: after "
+            f"{max(fact.stop for fact in texts.fact)} and before {min(texts.question)}"
         )
     stored = {}
 

@@ -136,8 +136,8 @@ def stage_by_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = Non
     if not shared:
         smallest = min(levels)
         raise KvlabError(
-            f"at a compression of {smallest:g} the budget of {budget_at(traces[0], smallest)} leaves SnapKV no room "
-            f"beside the response of {traces[0].steps} tokens and a window for each head"
+            f"at a compression of {smallest:g} SnapKV's budget is {budget_at(traces[0], smallest)}: too small for the "
+            f"response of {traces[0].steps} tokens and a window for each head"
         )
     findings = Findings(pd.DataFrame(rows))
     _gains(findings, STEPS_UP)

@@ -81,7 +81,7 @@ def _indexed(index: Path) -> list[str]:
     for name in names:
         if not name.endswith(".safetensors") or Path(name).name != name:
             raise KvlabError(
-                f"{index} names {name!r}, and weights are .safetensors files beside their index (pickled "
+                f"{index} names {name!r}; weights must be .safetensors files in the folder of their index (pickled "
                 "ones are not read)"
             )
     return names

@@ -245,8 +245,8 @@ def _check_whole(folder: Path) -> None:
         kind, base = "PEFT", None
     kind = "LoRA" if kind == "LORA" else kind
     raise KvlabError(
-        f"{folder} holds a {kind} adapter, and not a model: load its base model ({base or 'not named there'}) with "
-        "peft's PeftModel, and give kvlab that model or save what merge_and_unload() makes of it"
+        f"{folder} holds a {kind} adapter, not a model: load its base model ({base or 'not named there'}) with peft's "
+        "PeftModel and pass that model, or save it after merge_and_unload()"
     )
 
 

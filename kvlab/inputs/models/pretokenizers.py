@@ -123,8 +123,8 @@ def _mend(tokenizer: PreTrainedTokenizerBase, metadata: Mapping[str, Any], file:
     splitting = KINDS.get(name)
     if splitting is None:
         warnings.warn(
-            f"{file.name} splits text for its tokenizer as {name or 'nothing that it names'!r}, which kvlab does not "
-            "know; it is split as GPT-2 does, and tokens may differ from the published ones",
+            f"{file.name} names the pre-tokenizer {name or 'nothing'!r}, which kvlab does not know; it uses GPT-2's, "
+            "and tokens may differ from the published ones",
             stacklevel=2,
         )
         return

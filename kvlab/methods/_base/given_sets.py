@@ -44,7 +44,7 @@ class GivenSets(Policy):
         layers, heads, last = *self.sets.shape[:2], int(self.sets.max())
         if (prompt.n_layers, prompt.kv_heads) != (layers, heads) or last >= prompt.length:
             raise KvlabError(
-                f"these sets are of {layers} layers and {heads} KV heads and reach position {last}; the prompt has "
-                f"{prompt.length} tokens in {prompt.n_layers} layers and {prompt.kv_heads} KV heads"
+                f"the sets have {layers} layers, {heads} KV heads and last position {last}; the prompt has "
+                f"{prompt.n_layers} layers, {prompt.kv_heads} KV heads and {prompt.length} tokens"
             )
         return self.sets[list(prompt.layers)].to(prompt.keys.device)

@@ -254,8 +254,8 @@ class Prompt:
         known = [rotation for rotation in self._rotations if rotation is not None]
         if len(known) < len(self._rotations):
             raise KvlabError(
-                f"{policy.name} turns vectors by their positions as the model does, and this model does it in a way "
-                "that kvlab does not know; take another policy"
+                f"{policy.name} rotates vectors by their positions as the model does, and kvlab does not know this "
+                "model's rotation; choose another policy"
             )
         return known
 
@@ -307,8 +307,8 @@ class Prompt:
         ids, model = (None, "") if self._origin is None else self._origin()
         if ids is None:
             raise KvlabError(
-                f"{policy.name} must know the prompt's token ids, which are not known here: feed the model ids, "
-                "capture the trace with kvlab.capture, or give ids= to Trace.from_tensors"
+                f"{policy.name} needs the prompt's token ids: feed the model ids, capture the trace with "
+                "kvlab.capture, or pass ids= to Trace.from_tensors"
             )
         return ids, model
 

@@ -29,7 +29,7 @@ def packed() -> dict[str, bytes]:
         if sum(sizes.values()) > MOST:
             largest = max(sizes, key=lambda path: sizes[path])
             raise KvlabError(
-                f"{folder}: {', '.join(FOLDERS)} go along with each job of a cluster, as small text files, and hold "
+                f"{folder}: {', '.join(FOLDERS)} are copied to each job of a cluster and hold "
                 f"{sum(sizes.values()) / 2**20:.1f} MiB, more than {MOST / 2**20:g}; move large files such as "
                 f"{largest.relative_to(folder)} out of these folders"
             )
