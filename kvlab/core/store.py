@@ -308,8 +308,9 @@ class LayerStore:
         return int(self._bytes_read)
 
     def note_read(self, slots: Tensor | None, overhead: int | Tensor) -> None:
-        """Note that a step reads these slots, as `bytes_of`, and other bytes besides; a GPU is asked once somebody asks
-        for `bytes_read`.
+        """Note that a step reads these slots, as `bytes_of`, and `overhead` other bytes.
+
+        A GPU is asked only when somebody asks for `bytes_read`.
         """
         self._bytes_read = self._bytes_of(slots) + overhead
 

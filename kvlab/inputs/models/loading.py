@@ -59,8 +59,8 @@ def load(
     GPU. A known model that is not there yet is pulled first. onednn=False leaves the model's linear layers as torch
     made them; True has oneDNN multiply in the large ones, which are of another class then; None does so where it is
     faster, unless KVLAB_ONEDNN says otherwise (`kvlab.core.onednn`). kvlab's own attention asks that variable alone.
-    `placing` goes to transformers: device_map, max_memory and offload_folder leave weights on the CPU or on the disk
-    that do not fit the GPU, and quantization_config quantises them. They need accelerate, and the package that
+    `placing` goes to transformers. device_map, max_memory and offload_folder leave weights that do not fit the GPU on the
+    CPU or on the disk. quantization_config quantises them. They need accelerate, and the package that
     quantises. All layers compute on one device: a model that is split over several GPUs is refused when it is run.
     Raises KvlabError where nothing of that name can be had, and for a model that kvlab cannot look into, before its
     weights are read.

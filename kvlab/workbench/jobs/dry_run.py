@@ -1,4 +1,4 @@
-"""What jobs would need, before anything is loaded: their prompts, memory, and the least time that they take."""
+"""Plan jobs before anything is loaded: their prompts, memory, and the least time that they take."""
 
 from __future__ import annotations
 
