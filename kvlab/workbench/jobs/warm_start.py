@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from kvlab.lib import progress_bars
 from kvlab.workbench.jobs import processes
 from kvlab.workbench.jobs.processes import LOG, Process
 
@@ -27,7 +28,7 @@ SWITCH = "KVLAB_WARM"
 PACKAGE = Path(__file__).resolve().parents[2]
 CLOSING_S = 10
 # What another process may have under the same libraries: anything else may have been read while they were imported.
-OWN = frozenset({"MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI", "KVLAB_ROOT"})
+OWN = frozenset({"MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI", "KVLAB_ROOT", progress_bars.NOTE})
 
 
 def possible() -> bool:
