@@ -1,7 +1,7 @@
-"""What losing each evicted entry cost a response: integrated gradients along the way from a policy to the full cache.
+"""Effects of evicted entries on a response: integrated gradients on the line from a policy to the full cache.
 
-The effect of an entry e is minus the integral of dL/dg_e over g in [0, 1], all gates moving together from the policy's
-attention output (0) to the full cache's (1), where L is the loss of a response that is fed back. Effects add up to
+The effect of an entry e is minus the integral of dL/dg_e over g in [0, 1]. All gates move together from the policy's
+attention output (0) to the full cache's (1). L is the loss of a response that is fed back. Effects add up to
 L(policy) - L(full): integrated gradients (Sundararajan et al. 2017, arXiv 1703.01365) on a model's internals, as
 attribution patching has it. `kvlab/attribution/gated.py` holds the algebra of one layer.
 """
@@ -59,7 +59,7 @@ def attribute(
     storage: str | Storage = "as_is",
     progress: bool | None = None,
 ) -> Attribution:
-    """What the loss of each evicted entry cost the response, in nats, of all layers, KV heads and positions at once.
+    """Compute how much the loss of each evicted entry cost the response, in nats, over layers, KV heads and positions.
 
     ```python
     why = kvlab.attribute(lm, kvlab.policy("snapkv", budget=64), text, new_tokens=32)
@@ -67,8 +67,8 @@ def attribute(
     ```
 
     The policy runs once, live, with the response fed back; which entries each step reads is then fixed. The response is
-    run again at some points on the line to the full cache, each with one backward pass, which gives dL/dg of all
-    entries. The prompt is prefilled once.
+    run again at some points on the line to the full cache. One backward pass at each point gives dL/dg of all entries.
+    The prompt is prefilled once.
 
     Args:
         lm: from `kvlab.load` or `kvlab.random_lm`, or a transformers model (which has no tokenizer: ids only).
@@ -81,12 +81,12 @@ def attribute(
         points: of Gauss and Legendre on the line; doubled, up to 64, until the effects explain the difference of the
             losses up to 5 %.
         chat: as `kvlab.capture` takes it.
-        storage: as `kvlab.compress` takes it. What rounding costs is told apart: `Attribution.rounding`.
+        storage: as `kvlab.compress` takes it. The cost of rounding is reported separately: `Attribution.rounding`.
         progress: show a progress bar; by default after five seconds, on a terminal or in a notebook run by hand.
 
     Raises:
-        KvlabError: a policy that merges or changes entries or outputs, a response of one token, or what
-            `kvlab.capture` refuses; more memory than there is.
+        KvlabError: a policy that merges or changes entries or outputs, a response of one token, or what `kvlab.capture`
+            refuses; more memory than there is.
     """
     options: dict[str, Any] = {"response": response, "loss": loss, "points": points, "chat": chat, "storage": storage}
     return attributions(lm, [policy_or_name], text, new_tokens, progress=progress, **options)[0]

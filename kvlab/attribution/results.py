@@ -1,4 +1,4 @@
-"""What an attribution found: losses, effects, and the entries put back."""
+"""Results of an attribution: losses, effects, and the entries put back."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Found:
 
 
 class Attribution:
-    """What the loss of each evicted entry cost a response.
+    """The cost of each evicted entry's loss for a response.
 
     Attributes:
         policy: that was attributed.
@@ -67,8 +67,8 @@ class Attribution:
         attention: of the response over the full cache, summed over steps and query heads, of the same shape.
         by_step: `[tokens - 1]`, what the policy costs each token of the response but the first, in nats.
         storage: in what form the policy stored what it kept.
-        rounding_keys, rounding_values: what it cost that the entry's key or value was rounded, nats, of the shape of
-            `effects`; 0 for what was evicted or exact at every step.
+        rounding_keys, rounding_values: cost of rounding the entry's key or value, nats, shaped like `effects`; 0 for
+            entries evicted or exact at every step.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class Attribution:
     def summary(self) -> dict[str, float]:
         """Numbers of the whole response, in nats.
 
-        `loss_policy` and `loss_full`, their `difference`; `explained`, the sum of all effects, and `unexplained`, the
-        rest; `harmful`, the sum of effects of entries whose loss cost the response, and `helpful`, of those whose loss
-        helped it; `rounding_keys` and `rounding_values`, the sums of what rounding cost; `evicted`, the number of
-        entries (layer, KV head, position) that some step does not read; `points`.
+        `loss_policy`, `loss_full` and their `difference`. `explained` is the sum of all effects, `unexplained` the
+        rest. `harmful` sums the effects of entries whose loss cost the response, `helpful` of those whose loss helped
+        it. `rounding_keys` and `rounding_values` sum the costs of rounding. `evicted` counts the entries (layer, KV
+        head, position) that some step does not read. `points` is the number of points on the line.
         """
         effects, keys, values = (each.double() for each in (self.effects, self.rounding_keys, self.rounding_values))
         explained = float(effects.sum() + keys.sum() + values.sum())
@@ -157,9 +157,11 @@ class Attribution:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """Tidy, one row for each entry that some step does not read, from the costliest on: layer (in the model),
-        kv_head, position, token, effect (nats, positive where losing it cost the response), attention (the full
-        cache's, summed over the response and the group's heads), kept (share of the steps that read it).
+        """Tidy, one row for each entry that some step does not read, from the costliest on.
+
+        Columns: layer (in the model), kv_head, position, token, effect, attention, kept. effect is in nats, positive
+        where losing the entry cost the response. attention is the full cache's, summed over the response and the
+        group's heads. kept is the share of the steps that read the entry.
         """
         import pandas as pd
 
@@ -181,9 +183,10 @@ class Attribution:
 
     @cached_property
     def rounding(self) -> pd.DataFrame:
-        """Tidy, one row for each entry that some step reads rounded, from the costliest on: layer (in the model),
-        kv_head, position, token, keys and values (nats, positive where rounding them cost the response), attention
-        (as in `table`). Empty where everything is stored exactly.
+        """Tidy, one row for each entry that some step reads rounded, from the costliest on.
+
+        Columns: layer (in the model), kv_head, position, token, keys, values, attention (as in `table`). keys and
+        values are in nats, positive where rounding them cost the response. Empty where everything is stored exactly.
         """
         import pandas as pd
 
@@ -207,9 +210,10 @@ class Attribution:
     def by(
         self, what: Literal["token", "head", "layer"], of: Literal["evictions", "rounding"] = "evictions"
     ) -> pd.DataFrame:
-        """Sums over the entries of each token (position), head or layer, from the costliest on: effect, harmful and
-        helpful (the sums of its parts above and below 0), attention, and entries, their number. Of rounded entries
-        (`of="rounding"`) keys and values, nats, attention and entries.
+        """Sums over the entries of each token (position), head or layer, from the costliest on.
+
+        Columns: effect, harmful and helpful (the sums of its parts above and below 0), attention, and the number of
+        entries. For rounded entries (`of="rounding"`): keys and values in nats, attention and entries.
         """
         if what not in GROUPS:
             raise KvlabError(f"by={what!r} is none of {', '.join(map(repr, GROUPS))}")
@@ -292,8 +296,9 @@ class Attribution:
         return evicted[key.argsort(descending=True, stable=True)]
 
     def show(self) -> Any:
-        """The text coloured by what the loss of each token costs, a map of layers and heads, and the curve of
-        restoring: a picture for a notebook, with `save("why.html")`.
+        """The text coloured by each token's cost, a map of layers and heads, and the curve of restoring.
+
+        A picture for a notebook, with `save("why.html")`.
         """
         # Pictures are made above: the way there leads through the package's public names.
         return importlib.import_module("kvlab").explore(self)

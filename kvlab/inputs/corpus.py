@@ -61,9 +61,9 @@ class Document:
     def window(self, tokenizer: LM | PreTrainedTokenizerBase | None, tokens: int, start: int = 0) -> Document:
         """The part of `tokens` tokens from token `start` on, as a document named like `sotu/1962[0:4000]`.
 
-        The text is cut between characters. Tokenised anew, a cut within a run of spaces or a word may count one token
-        more or less, and one at a character of several tokens (an emoji) two. Raises KvlabError where the document is
-        shorter than that.
+        The text is cut between characters. Tokenised again, a part cut within a word or a run of spaces may have one
+        token more or less. A cut at a character of several tokens (an emoji) may change two. Raises KvlabError where
+        the document is shorter than that.
         """
         if whole("the length of a window", tokens) < 1 or whole("the start of a window", start) < 0:
             raise KvlabError(f"a window has at least 1 token and starts at 0 or later, not {tokens} from {start}")
@@ -184,8 +184,7 @@ def _meant(name: str) -> list[str]:
 
 
 def documents(wanted: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Document]:
-    """One document for each name or path, in order; a single name counts as a list of one, the name of a set for all
-    that are in it.
+    """One document for each name or path, in order; a single name is a list of one, a set's name all its documents.
 
     Raises KvlabError for an empty list, and as `document`.
     """

@@ -70,12 +70,12 @@ def _means(table: pd.DataFrame, *by: str) -> pd.Series:
 
 @dataclass
 class Fidelity:
-    """What `fidelity` found.
+    """The result of `fidelity` for one policy.
 
     Attributes:
-        table: tidy: document, storage, step, measure, value. `nll` and `nll_full` are the negative log-likelihoods of
-            the full model's own continuation under the compressed and the full cache, `kl` the divergence of the
-            next-token distributions, all in nats; `agreement` is 1 where both would choose the same token.
+        table: tidy: document, storage, step, measure, value. `nll` and `nll_full` are negative log-likelihoods of the
+            full model's own continuation, under the compressed and the full cache. `kl` is the divergence of the
+            next-token distributions; all are in nats. `agreement` is 1 where both would choose the same token.
     """
 
     policy: Policy
@@ -96,7 +96,7 @@ class Fidelity:
 
 
 class Fidelities(Sequence[Fidelity]):
-    """What `fidelity` found of several policies or budgets, on the same documents and the same continuations."""
+    """The results of `fidelity` for several policies or budgets, on the same documents and continuations."""
 
     def __init__(self, results: Iterable[Fidelity]):
         self.results = list(results)
@@ -115,8 +115,8 @@ class Fidelities(Sequence[Fidelity]):
     def summary(self) -> pd.DataFrame:
         """One row for each policy and budget: policy, budget, and the numbers of `Fidelity.summary`.
 
-        Beside `random` and an oracle of the same budget, nll_gap_closed and kl_gap_closed say how much of the way from
-        the one to the other a policy goes.
+        With `random` and an oracle of the same budget in the table, nll_gap_closed and kl_gap_closed are added: the
+        closed share of the gap between them.
         """
         import pandas as pd
 
@@ -197,9 +197,9 @@ def fidelity(
         new_tokens: length of the continuation, 2 or more.
         chat: as `kvlab.capture` takes it.
         storage: as `kvlab.compress` takes it.
-        response: ids that are fed in place of the full model's own continuation, of one document; `new_tokens` is their
-            number then. Two models, or two types of one, are compared on the same response: their own ones are
-            different texts, and some are easier to follow than others.
+        response: ids that are fed instead of the full model's own continuation, of one document; `new_tokens` is then
+            their number. Compare two models, or two types of one, on the same response: some texts are easier to
+            predict than others.
         budgets: every policy that has a budget is run at each of them.
 
     Returns:
@@ -269,9 +269,9 @@ class Loops:
 
     Attributes:
         first_difference: the first step at which another token was generated; None if there is none.
-        table: one row for each step: storage, token_full, token_closed, kl (of the closed loop's logits from the full
-            cache's), mass_lost_open, mass_lost_closed (means over layers and heads; the token of step t is fed at step
-            t, and its query is the t-th decoding query).
+        table: one row for each step: storage, token_full, token_closed, kl, mass_lost_open, mass_lost_closed. kl is of
+            the closed loop's logits from the full cache's; masses are means over layers and heads. The token of step t
+            is fed at step t, and its query is the t-th decoding query.
     """
 
     policy: Policy

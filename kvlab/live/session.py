@@ -1,12 +1,12 @@
 """A policy inside transformers' own `generate()`: a cache that really shrinks.
 
-`with compress(model, policy) as session:` swaps the attention of every layer and the cache of every forward pass.
-While a prompt comes in, whole or in pieces, everything is stored. Then the policy compresses it, evicted entries are
-freed, and from then on every step goes by the same clock as a replay (`kvlab.methods._base.clock`). A prompt ends where
+`with compress(model, policy) as session:` swaps the attention of every layer and the cache of every forward pass. While
+a prompt comes in, whole or in pieces, everything is stored. Then the policy compresses it, evicted entries are freed,
+and from then on every step goes by the same clock as a replay (`kvlab.methods._base.clock`). A prompt ends where
 `generate` says so; outside `generate`, at the first single-token step.
 
-This file holds what goes around a forward pass. What happens in a layer is in `attending`, at the end of a prompt in
-`prefill`, and what a session tells of itself in `reports`.
+This file holds the code around a forward pass. `attending` holds the work in a layer, `prefill` the end of a prompt,
+and `reports` the session's numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class NoGradient(torch.autograd.Function):
 
 
 class Session:
-    """What `compress` hands to its block: what is stored now, and what the probes saw.
+    """The object that `compress` gives to its block: the stored entries, their bytes, and the probes' numbers.
 
     Attributes:
         model, policy, storage: as given.
@@ -357,8 +357,10 @@ class Session:
 
     @torch.inference_mode()
     def end_prompt(self) -> None:
-        """Compress now what has been fed. Called by itself where `generate` begins its response, at a single-token step
-        outside `generate`, and where the block is left with a cache of the caller's.
+        """Compress the tokens fed so far.
+
+        A session calls this itself: where `generate` begins its response, at a single-token step outside `generate`,
+        and when the block ends with the caller's cache.
         """
         cache = self._cache
         if cache is None or not cache.seen:
@@ -392,12 +394,14 @@ class Session:
         return self._cache
 
     def join(self, sessions: Sequence[Session]) -> LiveCache:
-        """A cache of this session's in which the sequences of others go on as the rows of one batch, each under its own
-        policy: reading the weights, which is most of the time of a step at batch 1, is then paid once for all of them.
+        """A cache of this session in which the sequences of others continue as rows of one batch, each under its own
+        policy.
+
+        Reading the weights, most of the time of a step at batch 1, then happens once for all of them.
 
         The entries stay those of the sessions that they come from, whose `kv_bytes`, `read_bytes` and `kept` tell of
-        them. What they are fed is never compressed again (`turns="leave"`). Each goes on at its own place; `generate`
-        is given an attention mask, padded on the left to the longest.
+        them. Later tokens are never compressed (`turns="leave"`). Each sequence continues at its own position;
+        `generate` is given an attention mask, padded on the left to the longest.
 
         Args:
             sessions: of this model, left, their prompts ended, none padded; of one length if any layer is left alone.
@@ -445,7 +449,7 @@ class Session:
 
     @property
     def aux_bytes(self) -> int:
-        """Bytes that the policy keeps beside them (scores, profiles, fusion counts)."""
+        """Bytes that the policy keeps in addition (scores, profiles, fusion counts)."""
         return sum(group.store.aux_bytes for group in self._groups())
 
     @property
@@ -467,8 +471,9 @@ class Session:
 
     @property
     def layers(self) -> pd.DataFrame:
-        """One row for each layer of the model: layer, sees (what it looks at), compressed, and bytes, what it holds now
-        (keys and values, with what the policy keeps beside them).
+        """One row for each layer of the model: layer, sees (what it looks at), compressed, bytes.
+
+        bytes counts the stored keys and values, and the policy's own tensors.
         """
         bytes_of: dict[int, int] = {}
         if self._cache is not None:
@@ -487,7 +492,7 @@ class Session:
 
     @property
     def table(self) -> pd.DataFrame:
-        """What the probes saw, tidy: policy, budget, entries, storage, prompt, sequence, layer, kv_head, head, step,
+        """The probes' numbers, tidy: policy, budget, entries, storage, prompt, sequence, layer, kv_head, head, step,
         measure, value.
         """
         return self.records.table
@@ -521,18 +526,18 @@ def compress(
         model: a transformers decoder whose attention goes through the attention interface, or what `kvlab.load` gives.
         policy_or_name: a policy, or the name of one that needs no parameters.
         probes: what to record (`kvlab list probes`), by name or as objects.
-        turns: what a prompt does that follows a response in the same cache: "recompress" takes all that is stored,
-            the new turn included, as the prompt to compress; "leave" stores the new turn whole.
+        turns: how a later prompt in the same cache is treated. "recompress" compresses all stored entries with the new
+            turn as one prompt; "leave" stores the new turn whole.
         tokenizer: needed by pseudo-tokens that are made from a sentence.
         shadow_bytes: how much evicted keys and values may take (on the CPU) for probes that compare with the full
             cache.
-        max_new_tokens: how long the response may grow, for methods that depend on it (rocketkv, quest, sparq,
-            hybrid, keyformer); 0 where it is not known.
-        storage: in what form what the policy keeps is stored (`kvlab list storages`), from the end of the prompt on.
+        max_new_tokens: how long the response may grow, for methods that depend on it (rocketkv, quest, sparq, hybrid,
+            keyformer); 0 where it is not known.
+        storage: the form of the kept entries (`kvlab list storages`), from the end of the prompt on.
 
     Raises:
-        KvlabError: a policy that sees the response, a model that cannot be hooked, an unknown probe or storage, or a
-            storage that the model's head size or device cannot have; nothing has run by then.
+        KvlabError: a policy that sees the response, a model that cannot be hooked, an unknown probe or storage. Also a
+            storage that does not fit the model's head size or device. Nothing has run by then.
     """
     if turns not in ("recompress", "leave"):
         raise KvlabError(f"turns={turns!r} is neither 'recompress' nor 'leave'")

@@ -107,9 +107,9 @@ def replay(
         policies: one policy, or a list of policies and names. A name needs `budgets`.
         budgets: every policy that has a budget is replayed at each of them.
         progress: show a progress bar; by default after five seconds, on a terminal or in a notebook run by hand.
-        probes: instruments besides the replay's own measures, as in a live run; their numbers are in `records`.
-        storage: in what form what a policy keeps is stored (`kvlab list storages`), one or a list: every policy is
-            replayed with each of them.
+        probes: instruments in addition to the replay's own measures, as in a live run; their numbers are in `records`.
+        storage: the form of the kept entries (`kvlab list storages`), one or a list; every policy is replayed with each
+            of them.
         k: size of the top that `recall`, `window_recall` and `step_recall` ask for; each policy's own budget unless
             given. Recalls of policies with different budgets are compared at one k.
 
@@ -117,8 +117,8 @@ def replay(
         One `Replay` for one trace, one storage and one policy without budgets, else `Replays`.
 
     Raises:
-        KvlabError: the trace lacks what a policy needs (pseudo-queries, a longer window), a budget is too small, or a
-            storage is unknown or nothing for this head size or device.
+        KvlabError: the trace lacks what a policy needs (pseudo-queries, a longer window), or a budget is too small.
+            Also a storage that is unknown or does not fit the head size or device.
     """
     one_form = isinstance(storage, str | Storage)
     forms = [stored_as(form) for form in ([storage] if one_form else listed(storage, "storages"))]

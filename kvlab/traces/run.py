@@ -66,32 +66,32 @@ def capture(
 
     Args:
         lm: from `kvlab.load` or `kvlab.random_lm`, or a transformers model (which has no tokenizer: ids only).
-        text_or_ids: a text or `Document` (with `chat="auto"` it becomes a user message where the model has a chat
-            template), token ids (taken as they are), or a list of texts or documents, which gives a list of traces.
-        new_tokens: length of the response, exactly (EOS is no stop); its last token is fed too, so there are as many
+        text_or_ids: a text, a `Document` or token ids; a list of texts or documents gives a list of traces. With
+            `chat="auto"` a text becomes a user message where the model has a chat template.
+        new_tokens: exact length of the response (EOS does not stop it). Its last token is fed too: there are as many
             decoding queries, at positions P .. P + new_tokens - 1.
         window: how many of the last prompt queries to keep.
         queries: "all" keeps every prompt query.
         accumulate: record the attention summed over all prompt queries (H2O-like policies).
-        pseudo: policies whose pseudo-queries to record besides; `()` for none.
-        policies: those that the trace is for: whatever they need of `window`, `queries`, `accumulate` and `pseudo` is
-            recorded besides.
+        pseudo: policies whose pseudo-queries to record as well; `()` for none.
+        policies: those that the trace is for. Whatever they need of `window`, `queries`, `accumulate` and `pseudo` is
+            recorded, too.
         response: token ids to feed as the response instead of the greedy one (teacher forcing); `new_tokens` is then
             how many of them.
-        keep: where the trace lies in the end, and is replayed: "device", where the model is; "cpu", which leaves the
-            GPU's memory to the model (1,000 tokens of an 8B model take about 130 MB); "pinned", the CPU's page-locked
-            memory, from which `trace.to(lm.device)` is faster. With a model on the CPU all three are the same.
-        into: a file for the trace, as `Trace.save` writes it: filled while the model runs (at the end, with a model on
-            a GPU), and under its name only once it is whole. The trace is then mapped from it, as `Trace.load` maps
-            it, and takes memory only where something looks at it.
-        chunk: how many tokens of the prompt are fed at once, which bounds what a pass needs besides the trace; the
-            numbers are the same but for rounding. By default all tokens of a prompt of up to 4,096, and 1,024 of a
-            longer one; models whose rotations depend on how much they are fed (dynamic NTK, LongRoPE) take it whole.
+        keep: where the trace is stored and replayed. "device": where the model is. "cpu" leaves the GPU's memory to the
+            model (1,000 tokens of an 8B model take about 130 MB). "pinned" is the CPU's page-locked memory, from which
+            `trace.to(lm.device)` is faster. With a model on the CPU all three are the same.
+        into: a file for the trace, as `Trace.save` writes it. It is filled while the model runs (on a GPU: at the end)
+            and gets its name once it is complete. The trace is then mapped from it, as by `Trace.load`, and takes
+            memory only where it is read.
+        chunk: how many tokens of the prompt are fed at once. It bounds the memory of a pass; the numbers are the same
+            but for rounding. By default all tokens of a prompt of up to 4,096, and 1,024 of a longer one. Models whose
+            rotations depend on the length of the input (dynamic NTK, LongRoPE) take it whole.
         progress: show a progress bar; by default after five seconds, on a terminal or in a notebook run by hand.
 
     Raises:
-        KvlabError: an empty prompt, one that is too long for the model, a model that cannot be hooked, or a file that
-            cannot be written; nothing has run by then.
+        KvlabError: an empty prompt, one too long for the model, a model that cannot be hooked, a file that cannot be
+            written. Nothing has run by then.
     """
     check_keep(keep)
     lm, path = lm_of(lm), None if into is None else Path(into)

@@ -57,13 +57,14 @@ def load(
 
     device="auto" takes a GPU where there is one; dtype="auto" is float32 on a CPU and the checkpoint's own type on a
     GPU. A known model that is not there yet is pulled first. onednn=False leaves the model's linear layers as torch
-    made them; True has oneDNN multiply in the large ones, which are of another class then; None does so where it is
-    faster, unless KVLAB_ONEDNN says otherwise (`kvlab.core.onednn`). kvlab's own attention asks that variable alone.
-    `placing` goes to transformers. device_map, max_memory and offload_folder leave weights that do not fit the GPU on the
-    CPU or on the disk. quantization_config quantises them. They need accelerate, and the package that
-    quantises. All layers compute on one device: a model that is split over several GPUs is refused when it is run.
-    Raises KvlabError where nothing of that name can be had, and for a model that kvlab cannot look into, before its
-    weights are read.
+    made them. True replaces the large ones with a class that multiplies by oneDNN. None does so where it is faster,
+    unless KVLAB_ONEDNN says otherwise (`kvlab.core.onednn`). kvlab's own attention follows that variable only.
+
+    `placing` goes to transformers. device_map, max_memory and offload_folder leave weights that do not fit the GPU on
+    the CPU or on the disk. quantization_config quantises them. They need accelerate, and the package that quantises.
+    All layers compute on one device: a model that is split over several GPUs is refused when it is run.
+
+    Raises KvlabError for an unknown name, and for a model that kvlab cannot hook, before its weights are read.
     """
     if not isinstance(name_or_path, str | os.PathLike) or not str(name_or_path).strip():
         raise KvlabError(
@@ -127,13 +128,13 @@ def random_lm(
     onednn: bool | None = None,
     **changes: object,
 ) -> LM:
-    """A model of a known shape (`kvlab.inputs.shapes`) with random weights: for plumbing, tests and speed, not
-    for findings.
+    """A model of a known shape (`kvlab.inputs.shapes`) with random weights: for plumbing, tests and speed, not for
+    findings.
 
     The weights follow from `seed` (torch's global generator is left as it was). `layers` cuts the depth (None: as
-    published); `tokenizer` is a tokenizer, or a model's name to borrow one from, in which case the vocabulary is at
-    least as large as it needs. `onednn` is as in `load`. `changes` are further arguments of the configuration. Raises
-    KvlabError for an unknown shape or a depth below 1.
+    published). `tokenizer` is a tokenizer, or the name of a model to borrow one from; the vocabulary is then large
+    enough. `onednn` is as in `load`. `changes` are further arguments of the configuration. Raises KvlabError for an
+    unknown shape or a depth below 1.
     """
     from transformers import AutoModelForCausalLM
 
