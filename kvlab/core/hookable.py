@@ -311,8 +311,8 @@ def check_one_device(model: nn.Module) -> None:
     places = sorted(map(str, set(_execution_devices(model))))
     if len(places) > 1:
         raise KvlabError(
-            f"this {type(model).__name__} computes on {' and '.join(places)}, and kvlab runs on one device; "
-            "load it on one GPU, and let max_memory= leave the rest on CPU and disk"
+            f"this {type(model).__name__} computes on {' and '.join(places)}, and kvlab runs a model on one device; "
+            "load it on one GPU and let max_memory= leave the rest on the CPU"
         )
 
 

@@ -1,9 +1,8 @@
-"""The KV store of one layer, with three verbs: append, evict, merge; its adapter to transformers' `Cache` is beside it.
+"""The KV store of one layer, with three verbs: append, evict, merge. `kvlab.core.adapter` makes it transformers' `Cache`.
 
 A slot holds a key, a value, its original position (its rotation) and a fusion count. Slots stay sorted by arrival.
-Heads may hold different numbers of entries: each head's entries come first, and in what is read of a store empty slots
-follow, with position -1; memory they take none. Rows are the sequences of a batch in a live run and the layers of a
-model in a replay; the store does not care.
+Heads may have different numbers of entries. A read gives each head's entries first, then empty slots with position -1.
+Empty slots take no memory. Rows are the sequences of a batch in a live run, and the layers of a model in a replay.
 """
 
 from __future__ import annotations
@@ -34,19 +33,20 @@ class LayerStore:
         keys, values: `[rows, kv_heads, length, head_dim]`. They are borrowed: read in place and never written to; the
             first change makes the store's own copy.
         positions: `[rows, kv_heads, length]` int64 original positions; 0 .. length-1 unless given.
-        latent: of latent attention, the channels of a key's rotary part; the rest of the key is the value, held once.
-            0 where keys and values are apart.
+        latent: of latent attention, the channels of a key's rotary part. The rest of the key is the value, and is
+            stored once. 0 where keys and values are apart.
 
     Attributes:
-        columns: named per-slot tensors `[rows, kv_heads, slots, ...]` that a policy keeps beside the entries (scores,
-            attention profiles); they move with their entries, and count as storage.
+        columns: named per-slot tensors `[rows, kv_heads, slots, ...]` of a policy, such as scores or attention
+            profiles. They move with their entries, and count as storage.
         memory: anything else a policy keeps for this layer, `[rows, ...]` each; counts as storage.
         scratch: what a policy hands from one verb of a step to the next; not counted, and not kept across steps.
         numbers: plain numbers that a policy remembers for this layer (a page size, the prompt's length).
         layers: the layer of each row.
         seen: how many tokens were ever appended, which is also the next token's position by default.
         repeats: sets of entries that stand for one KV head of the model, see `expand`.
-        storage, guard: in what form keys and values are held, see `set_storage`; who evicts, where that is checked.
+        storage: the form of the stored keys and values, see `set_storage`.
+        guard: who evicts, where that is checked.
         rounded: whether a storage may ever have rounded an entry.
     """
 
@@ -136,7 +136,7 @@ class LayerStore:
 
     @property
     def steps_until_quantised(self) -> int:
-        """How many tokens may come before `quantise_pending` changes how an entry is held that is there by now."""
+        """How many tokens may come before `quantise_pending` changes the form of an entry that is there now."""
         return max(self._entries.next_quantisation - self.seen - 1, 0)
 
     # ------------------------------------------------------------------ what is stored
@@ -226,7 +226,7 @@ class LayerStore:
         return self._aux.view(name)
 
     def add_column(self, name: str, values: Tensor) -> None:
-        """Keep `values` `[rows, kv_heads, slots, ...]` beside the entries; entries appended later start at zero."""
+        """Keep `values` `[rows, kv_heads, slots, ...]` with the entries; entries appended later start at zero."""
         if values.shape[:3] != (shape := (self.rows, self.kv_heads, self.length)):
             raise ValueError(f"column {name!r} is {tuple(values.shape[:3])}, the store {shape}")
         if self._aux is None:
@@ -276,8 +276,10 @@ class LayerStore:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the entries' keys and values, with what it takes to read them (scales, zero points), without
-        bookkeeping: positions, and with which group an entry was rounded."""
+        """Bytes of the entries' keys and values, with their scales and zero points.
+
+        Bookkeeping does not count: positions, and the group that an entry was rounded with.
+        """
         return self._entries.kv_bytes
 
     @property
@@ -296,7 +298,7 @@ class LayerStore:
         return 1 if self.latent else 2
 
     def bytes_of(self, slots: Tensor | None) -> int:
-        """What reading the slots `[rows, kv_heads, n]` loads, -1 for none; everything that is stored for None."""
+        """The bytes that a read of the slots `[rows, kv_heads, n]` loads, -1 for none; of all that is stored for None."""
         return int(self._bytes_of(slots))
 
     def _bytes_of(self, slots: Tensor | None) -> int | Tensor:
@@ -304,7 +306,7 @@ class LayerStore:
 
     @property
     def bytes_read(self) -> int:
-        """What the last decoding step loaded; 0 before there was one."""
+        """Bytes that the last decoding step loaded; 0 before there was one."""
         return int(self._bytes_read)
 
     def note_read(self, slots: Tensor | None, overhead: int | Tensor) -> None:
@@ -316,7 +318,7 @@ class LayerStore:
 
     @property
     def aux_bytes(self) -> int:
-        """Bytes that a policy keeps beside the entries: columns (occupied slots), fusion counts once merged, memory."""
+        """Bytes that a policy keeps with the entries: columns (occupied slots), fusion counts once merged, memory."""
         names = [*self._columns, *([FUSIONS] if self.merged else [])]
         columns = sum(self.column(name).numel() * self.column(name).element_size() for name in names)
         entries = self._entries.counts
@@ -467,7 +469,7 @@ class LayerStore:
         self.fusion_counts.copy_(torch.where(total > 0, total, counts.clamp_min(1)))
 
     def rewrite_keys(self, keys: Tensor) -> None:
-        """Other keys `[rows, kv_heads, slots, head_dim]` for the same entries, held in the same form.
+        """Other keys `[rows, kv_heads, slots, head_dim]` for the same entries, stored in the same form.
 
         Raises:
             KvlabError: other values with them, where these are a part of keys.
@@ -503,7 +505,7 @@ class LayerStore:
         self.repeats *= repeats
 
     def reorder(self, rows: Tensor) -> None:
-        """Take the sequences `rows` in place of the present ones (beam search)."""
+        """Replace the present sequences by the sequences `rows` (beam search)."""
         self._note_fewer()
         self._entries.reorder(rows)
         if self._aux is not None:
@@ -512,7 +514,7 @@ class LayerStore:
         self.layers = self.layers[:1] * len(rows)
 
     def forget_policy(self) -> None:
-        """Drop what a policy kept beside the entries, and its budget: what is stored is as good as a new prompt."""
+        """Drop a policy's columns, memory and budget; the entries are then as good as a new prompt."""
         for name in self._columns:
             self.remove_column(name)
         self.memory, self.scratch, self.numbers, self._budget = {}, {}, {}, None
