@@ -312,7 +312,7 @@ def check_one_device(model: nn.Module) -> None:
     if len(places) > 1:
         raise KvlabError(
             f"this {type(model).__name__} computes on {' and '.join(places)}, and kvlab runs a model on one device; "
-            "load it on one GPU and let max_memory= leave the rest on the CPU"
+            "load it on one GPU; max_memory= leaves the rest on the CPU"
         )
 
 

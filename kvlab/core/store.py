@@ -1,4 +1,4 @@
-"""The KV store of one layer, with three verbs: append, evict, merge. `kvlab.core.adapter` makes it transformers' `Cache`.
+"""The KV store of one layer: append, evict, merge. `kvlab.core.adapter` makes it a `Cache` of transformers.
 
 A slot holds a key, a value, its original position (its rotation) and a fusion count. Slots stay sorted by arrival.
 Heads may have different numbers of entries. A read gives each head's entries first, then empty slots with position -1.
@@ -298,7 +298,7 @@ class LayerStore:
         return 1 if self.latent else 2
 
     def bytes_of(self, slots: Tensor | None) -> int:
-        """The bytes that a read of the slots `[rows, kv_heads, n]` loads, -1 for none; of all that is stored for None."""
+        """Bytes that a read of the slots `[rows, kv_heads, n]` loads, -1 for none; of all that is stored for None."""
         return int(self._bytes_of(slots))
 
     def _bytes_of(self, slots: Tensor | None) -> int | Tensor:
