@@ -272,7 +272,8 @@ def test_a_ledger_may_be_kept_and_reported_at_once(project, capsys):
 def test_a_report_of_nothing_is_refused_and_leaves_nothing(project, capsys):
     assert call(capsys, "report")[::2] == (
         1,
-        "kvlab: no experiment has finished yet, so there is nothing to report; run `kvlab reproduce` first\n",
+        "kvlab: no experiment has finished yet, so there is nothing to report; "
+        "run one of `kvlab list experiments`, or all by `kvlab reproduce`\n",
     )
     (project / "mlruns" / "mlflow.db").unlink()
     code, _, err = call(capsys, "report", "--out", "here/there")

@@ -251,6 +251,16 @@ def test_the_key_follows_the_tables_of_every_budget(tmp_path, monkeypatch):
     assert key() != one
 
 
+def test_a_yaml_names_files_from_the_projects_root_or_the_notebooks_folder(project):
+    """A job runs in the folder of its notebook."""
+    notebooks = project / "notebooks"
+    for path in (project / "root.txt", project / "both.txt", notebooks / "both.txt"):
+        path.write_text("A text of one's own.")
+    experiment(project, parameters={"names": ["root.txt", "both.txt", "sotu/1962", "v1.5"]})
+    (job,) = experiments.jobs(NAME)
+    assert job.parameters["names"] == [str(project / "root.txt"), "both.txt", "sotu/1962", "v1.5"]
+
+
 @pytest.mark.parametrize(
     ("parameters", "match"),
     [

@@ -228,7 +228,7 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
     for combination in itertools.product(*grid.values()):
         point = dict(zip(grid, combination, strict=True))
         parameters = {
-            name: checked(name, value, declared[name], experiment.name)
+            name: checked(name, _found_in_project(value, experiment.path.parent), declared[name], experiment.name)
             for name, value in {**declared, **single, **point}.items()
         }
         for name, value in parameters.items():
@@ -247,6 +247,19 @@ def jobs(experiment: Experiment | str, profile: str = "quick", overrides: Mappin
             )
         )
     return points
+
+
+def _found_in_project(value: Any, notebooks: Path) -> Any:
+    """A text, or each text of a list, as a whole path where it names a file of the project and none of `notebooks`.
+
+    A job runs in the folder of its notebook, and a file of an experiment may be named from the project's root.
+    """
+    if isinstance(value, list):
+        return [_found_in_project(entry, notebooks) for entry in value]
+    if not isinstance(value, str) or not PurePath(value).suffix or len(value) > 500 or "\0" in value:
+        return value
+    path = project.root() / value
+    return str(path) if path.is_file() and not (notebooks / value).exists() else value
 
 
 def _within(name: str, value: Any, default: Any, experiment: Experiment, parameters: Mapping[str, Any]) -> None:

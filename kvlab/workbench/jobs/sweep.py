@@ -135,6 +135,8 @@ class Sweep:
 
     def _how_to_go_on(self) -> str:
         done = sum(result.state in ("finished", "done earlier") for result in self.results.values())
+        if not done:
+            return "no job is done, and the same command begins again"
         return f"{done} of {len(self.queue)} jobs are done and kept, and the same command goes on with the others"
 
     def _finish(self, interrupted: bool) -> None:

@@ -326,10 +326,14 @@ def refuse(model: str | Sequence[str] | None, profile: str | None) -> NoReturn:
     models = set().union(*runs.newest(measuring(), "model").values())
     if not models:
         project.checkout()
-        why = (
-            "only trials have finished (runs with -p)" if runs.trials(measuring()) else "no experiment has finished yet"
+        tried = runs.trials(measuring())
+        why = "only trials have finished (runs with -p)" if tried else "no experiment has finished yet"
+        better = (
+            "write its parameters into its YAML and run it without -p"
+            if tried
+            else "run one of `kvlab list experiments`"
         )
-        raise KvlabError(f"{why}, so there is nothing to report; run `kvlab reproduce` first")
+        raise KvlabError(f"{why}, so there is nothing to report; {better}, or all by `kvlab reproduce`")
     there = {
         "model": names(sorted(models)),
         "profile": set(profiles()),
