@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvlab import papers
 from kvlab.render.phrases import listed, number
-from kvlab.render.sentences import ours
+from kvlab.render.sentences import WORTH, ours, phrase
 from kvlab.workbench.report import model_agreement, model_trends, stability
 from kvlab.workbench.report.ledger import UNTESTED, Entry
 from kvlab.workbench.report.ledger_models import Subject
@@ -25,6 +25,11 @@ HEADING = re.compile(r"^##+ .*$", re.MULTILINE)
 NAME = re.compile(r"`([a-z]\w*\.\w[\w.]*\*?)`")
 OF_THE_PAPER = ("recomputed", "example")
 """Kinds of claims that no model changes."""
+DAGGER = "†"
+OTHERS = (
+    f"{DAGGER} Another number of the claim decides, alone or with this one. `kvlab report --from docs/ledger` names it "
+    "under *The comparison*."
+)
 MOVES = ("findings", "questions")
 """The groups of claims that a longer profile may decide otherwise."""
 
@@ -78,10 +83,11 @@ def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]]) -> st
     if measured:
         models = list(entries[measured[0]])
         lines = [
-            [f"`{name}`<br>{_says(first[name])}", *(_cell(entries[name][model]) for model in models)]
-            for name in measured
+            [f"`{name}`<br>{says(first[name])}", *(cell(entries[name][model]) for model in models)] for name in measured
         ]
         parts.append(table([f"claim, and what {models[0]} says", *models], lines))
+        if any(others_decide(first[name].claim) for name in measured):
+            parts.append(OTHERS)
     if printed:
         lines = [
             [f"`{name}`<br>{claim.where}", _printed(claim), ours(entry.verdict), entry.state]
@@ -97,18 +103,12 @@ def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]]) -> st
     return "\n\n".join(parts)
 
 
-def _says(entry: Entry) -> str:
-    """The claim's sentence for the verdict of its tests, with the unit of our number; else what is compared.
-
-    What the stand-in is worth stands in the cell: the numbers are of the tests.
-    """
+def says(entry: Entry) -> str:
+    """The claim's sentence as the report says it, with the unit of our number; else what is compared."""
     claim, phrases = entry.claim, entry.claim.phrases
     if phrases is None or entry.state == papers.UNMEASURED:
         return _about(claim)
-    if entry.verdict.verdict == papers.UNDECIDED:
-        said = phrases.undecided
-    else:
-        said = phrases.missed if entry.verdict.verdict == papers.FAILS else phrases.met
+    said = f"{phrase(phrases, entry.verdict)}{WORTH if entry.weak else ''}."
     return said if claim.unit_is_papers or not claim.unit else f"{said} ({claim.unit})"
 
 
@@ -126,11 +126,17 @@ def _printed(claim: papers.Claim) -> str:
     return number(claim.paper_value) if claim.comparable else number(None)
 
 
-def _cell(entry: Entry) -> str:
+def cell(entry: Entry) -> str:
     if entry.state == papers.UNMEASURED:
         return entry.state
-    weak = " (weak stand-in)" if entry.weak and entry.state == papers.UNDECIDED else ""
-    return f"{entry.state}{weak}<br>{ours(entry.verdict)}"
+    tested = f" ({entry.verdict.verdict} by a weak stand-in)" if entry.weak and entry.state == papers.UNDECIDED else ""
+    return f"{entry.state}{tested}{DAGGER if others_decide(entry.claim) else ''}<br>{ours(entry.verdict)}"
+
+
+def others_decide(claim: papers.Claim) -> bool:
+    """Whether the direction reads another number than the one that a table shows, or its interval."""
+    shown = {claim.metric, f"{claim.metric}/low", f"{claim.metric}/high"}
+    return not claim.direction.needs(claim.metric) <= shown
 
 
 # ------------------------------------------------------------------------------------- lists across models and profiles
