@@ -3,13 +3,15 @@
     <!-- claims -->                    a table of all claims named above this mark, since the last heading or table
     <!-- value CLAIM MODEL -->         the value on a model with its interval, inside a sentence
 
-Both end at `<!-- end -->`. A name between backticks names a claim; `NAME*` names all claims that begin so.
+    <!-- other claims of PAPER -->    a table of the paper's claims that no table above shows, and what measures them
+
+All end at `<!-- end -->`. A name between backticks names a claim; `NAME*` names all claims that begin so.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from kvlab import papers
 from kvlab.render.phrases import listed, number
@@ -20,7 +22,8 @@ from kvlab.workbench.report.ledger_models import Subject
 
 CLAIMS = re.compile(r"(<!-- claims -->\n).*?(<!-- end -->)", re.DOTALL)
 VALUE = re.compile(r"(<!-- value ([\w.]+) ([\w.-]+) -->).*?(<!-- end -->)", re.DOTALL)
-MADE = re.compile(r"<!-- (?:generated|claims|scores|value)\b.*?<!-- end -->", re.DOTALL)
+OTHER = re.compile(r"(<!-- other claims of (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MADE = re.compile(r"<!-- (?:generated|claims|other|scores|value)\b.*?<!-- end -->", re.DOTALL)
 HEADING = re.compile(r"^##+ .*$", re.MULTILINE)
 NAME = re.compile(r"`([a-z]\w*\.\w[\w.]*\*?)`")
 OF_THE_PAPER = ("recomputed", "example")
@@ -56,7 +59,11 @@ def fill(text: str, every: Sequence[Entry], order: Sequence[Subject]) -> str:
     def of_section(found: re.Match[str]) -> str:
         return f"{found[1]}\n{_claims(named(text[: found.start()], rows), rows)}\n\n{found[2]}"
 
-    return VALUE.sub(value, CLAIMS.sub(of_section, text))
+    def of_paper(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{_others(found[2], shown, rows)}\n\n{found[3]}"
+
+    shown = {name for mark in CLAIMS.finditer(text) for name in named(text[: mark.start()], rows)}
+    return OTHER.sub(of_paper, VALUE.sub(value, CLAIMS.sub(of_section, text)))
 
 
 def named(above: str, known: Iterable[str]) -> list[str]:
@@ -76,7 +83,7 @@ def named(above: str, known: Iterable[str]) -> list[str]:
 def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]]) -> str:
     entries = {name: rows[name] for name in names}
     first = {name: next(iter(mine.values())) for name, mine in entries.items()}
-    printed = [name for name in names if first[name].claim.kind in OF_THE_PAPER]
+    printed = [name for name in names if without_model(first[name].claim)]
     untested = [name for name in names if first[name].state == UNTESTED]
     measured = [name for name in names if name not in (*printed, *untested)]
     parts = []
@@ -101,6 +108,20 @@ def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]]) -> st
         ]
         parts.append(table(["claim not tested here, and what it compares", "why"], lines))
     return "\n\n".join(parts)
+
+
+def _others(paper: str, shown: Container[str], rows: Mapping[str, Mapping[str, Entry]]) -> str:
+    """How the claims of a paper are measured, and a table of those that its page does not show."""
+    mine = {name: next(iter(of_models.values())).claim for name, of_models in rows.items()}
+    mine = {name: claim for name, claim in mine.items() if claim.paper == paper}
+    measuring = listed([f"`{name}`" for name in sorted({claim.experiment or "" for claim in mine.values()} - {""})])
+    how = f"The experiments {measuring} measure this paper's claims. `kvlab run NAME` runs one again."
+    return f"{how}\n\n{_claims([name for name in mine if name not in shown], rows)}"
+
+
+def without_model(claim: papers.Claim) -> bool:
+    """Whether no model changes its number: it works with what a paper prints."""
+    return claim.kind in OF_THE_PAPER or claim.metric.startswith("printed/")
 
 
 def says(entry: Entry) -> str:

@@ -148,9 +148,16 @@ def test_a_dagger_marks_a_number_that_another_one_overrules(kept):
     assert entry.verdict.low < 0 < entry.verdict.high and entry.state == papers.FAILS
     assert claim_tables.cell(entry).startswith("fails†<br>")
     text = (ROOT / "docs" / "disagreements" / "dapq.md").read_text(encoding="utf-8")
-    assert text.count(claim_tables.OTHERS) == len(
-        [table for table in claim_tables.CLAIMS.finditer(text) if "†<br>" in table[0]]
-    )
+    assert text.count(claim_tables.OTHERS) == sum("†<br>" in part for part in claim_tables.MADE.findall(text)) > 0
+
+
+@pytest.mark.parametrize("paper", papers.papers(), ids=lambda paper: paper.name)
+def test_a_papers_page_shows_each_of_its_claims_and_what_measures_it(paper):
+    text = (ROOT / "docs" / "disagreements" / f"{paper.name}.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w.]+)`<br>", text, re.MULTILINE)
+    assert {name for name in rows if name.startswith(f"{paper.name}.")} == {claim.id for claim in paper.claims}
+    (line,) = re.findall(r"^The experiments (.*) measure this paper's claims\.", text, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", line)) == {claim.experiment for claim in paper.claims if claim.experiment}
 
 
 def test_a_number_that_was_changed_by_hand_is_written_anew(results, pages, tmp_path, monkeypatch):
