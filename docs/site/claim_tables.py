@@ -3,28 +3,36 @@
     <!-- claims -->                    a table of all claims named above this mark, since the last heading or table
     <!-- value CLAIM MODEL -->         the value on a model with its interval, inside a sentence
 
-Both end at `<!-- end -->`. A name between backticks names a claim; `NAME*` names all claims that begin so.
+    <!-- other claims of PAPER -->    a table of the paper's claims that no table above shows, and what measures them
+
+All end at `<!-- end -->`. A name between backticks names a claim; `NAME*` names all claims that begin so.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from kvlab import papers
 from kvlab.render.phrases import listed, number
-from kvlab.render.sentences import ours
+from kvlab.render.sentences import WORTH, ours, phrase
 from kvlab.workbench.report import model_agreement, model_trends, stability
 from kvlab.workbench.report.ledger import UNTESTED, Entry
 from kvlab.workbench.report.ledger_models import Subject
 
 CLAIMS = re.compile(r"(<!-- claims -->\n).*?(<!-- end -->)", re.DOTALL)
 VALUE = re.compile(r"(<!-- value ([\w.]+) ([\w.-]+) -->).*?(<!-- end -->)", re.DOTALL)
-MADE = re.compile(r"<!-- (?:generated|claims|scores|value)\b.*?<!-- end -->", re.DOTALL)
+OTHER = re.compile(r"(<!-- other claims of (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MADE = re.compile(r"<!-- (?:generated|claims|other|scores|value)\b.*?<!-- end -->", re.DOTALL)
 HEADING = re.compile(r"^##+ .*$", re.MULTILINE)
 NAME = re.compile(r"`([a-z]\w*\.\w[\w.]*\*?)`")
 OF_THE_PAPER = ("recomputed", "example")
 """Kinds of claims that no model changes."""
+DAGGER = "†"
+OTHERS = (
+    f"{DAGGER} Another number of the claim decides, alone or with this one. `kvlab report --from docs/ledger` names it "
+    "under *The comparison*."
+)
 MOVES = ("findings", "questions")
 """The groups of claims that a longer profile may decide otherwise."""
 
@@ -51,7 +59,11 @@ def fill(text: str, every: Sequence[Entry], order: Sequence[Subject]) -> str:
     def of_section(found: re.Match[str]) -> str:
         return f"{found[1]}\n{_claims(named(text[: found.start()], rows), rows)}\n\n{found[2]}"
 
-    return VALUE.sub(value, CLAIMS.sub(of_section, text))
+    def of_paper(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{_others(found[2], shown, rows)}\n\n{found[3]}"
+
+    shown = {name for mark in CLAIMS.finditer(text) for name in named(text[: mark.start()], rows)}
+    return OTHER.sub(of_paper, VALUE.sub(value, CLAIMS.sub(of_section, text)))
 
 
 def named(above: str, known: Iterable[str]) -> list[str]:
@@ -71,17 +83,18 @@ def named(above: str, known: Iterable[str]) -> list[str]:
 def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]]) -> str:
     entries = {name: rows[name] for name in names}
     first = {name: next(iter(mine.values())) for name, mine in entries.items()}
-    printed = [name for name in names if first[name].claim.kind in OF_THE_PAPER]
+    printed = [name for name in names if without_model(first[name].claim)]
     untested = [name for name in names if first[name].state == UNTESTED]
     measured = [name for name in names if name not in (*printed, *untested)]
     parts = []
     if measured:
         models = list(entries[measured[0]])
         lines = [
-            [f"`{name}`<br>{_says(first[name])}", *(_cell(entries[name][model]) for model in models)]
-            for name in measured
+            [f"`{name}`<br>{says(first[name])}", *(cell(entries[name][model]) for model in models)] for name in measured
         ]
         parts.append(table([f"claim, and what {models[0]} says", *models], lines))
+        if any(others_decide(first[name].claim) for name in measured):
+            parts.append(OTHERS)
     if printed:
         lines = [
             [f"`{name}`<br>{claim.where}", _printed(claim), ours(entry.verdict), entry.state]
@@ -97,18 +110,26 @@ def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]]) -> st
     return "\n\n".join(parts)
 
 
-def _says(entry: Entry) -> str:
-    """The claim's sentence for the verdict of its tests, with the unit of our number; else what is compared.
+def _others(paper: str, shown: Container[str], rows: Mapping[str, Mapping[str, Entry]]) -> str:
+    """How the claims of a paper are measured, and a table of those that its page does not show."""
+    mine = {name: next(iter(of_models.values())).claim for name, of_models in rows.items()}
+    mine = {name: claim for name, claim in mine.items() if claim.paper == paper}
+    measuring = listed([f"`{name}`" for name in sorted({claim.experiment or "" for claim in mine.values()} - {""})])
+    how = f"The experiments {measuring} measure this paper's claims. `kvlab run NAME` runs one again."
+    return f"{how}\n\n{_claims([name for name in mine if name not in shown], rows)}"
 
-    What the stand-in is worth stands in the cell: the numbers are of the tests.
-    """
+
+def without_model(claim: papers.Claim) -> bool:
+    """Whether no model changes its number: it works with what a paper prints."""
+    return claim.kind in OF_THE_PAPER or claim.metric.startswith("printed/")
+
+
+def says(entry: Entry) -> str:
+    """The claim's sentence as the report says it, with the unit of our number; else what is compared."""
     claim, phrases = entry.claim, entry.claim.phrases
     if phrases is None or entry.state == papers.UNMEASURED:
         return _about(claim)
-    if entry.verdict.verdict == papers.UNDECIDED:
-        said = phrases.undecided
-    else:
-        said = phrases.missed if entry.verdict.verdict == papers.FAILS else phrases.met
+    said = f"{phrase(phrases, entry.verdict)}{WORTH if entry.weak else ''}."
     return said if claim.unit_is_papers or not claim.unit else f"{said} ({claim.unit})"
 
 
@@ -126,11 +147,17 @@ def _printed(claim: papers.Claim) -> str:
     return number(claim.paper_value) if claim.comparable else number(None)
 
 
-def _cell(entry: Entry) -> str:
+def cell(entry: Entry) -> str:
     if entry.state == papers.UNMEASURED:
         return entry.state
-    weak = " (weak stand-in)" if entry.weak and entry.state == papers.UNDECIDED else ""
-    return f"{entry.state}{weak}<br>{ours(entry.verdict)}"
+    tested = f" ({entry.verdict.verdict} by a weak stand-in)" if entry.weak and entry.state == papers.UNDECIDED else ""
+    return f"{entry.state}{tested}{DAGGER if others_decide(entry.claim) else ''}<br>{ours(entry.verdict)}"
+
+
+def others_decide(claim: papers.Claim) -> bool:
+    """Whether the direction reads another number than the one that a table shows, or its interval."""
+    shown = {claim.metric, f"{claim.metric}/low", f"{claim.metric}/high"}
+    return not claim.direction.needs(claim.metric) <= shown
 
 
 # ------------------------------------------------------------------------------------- lists across models and profiles

@@ -21,9 +21,9 @@ from kvlab.papers.claim import StandIn
 from kvlab.papers.stand_ins import Prediction, Predictions, outcome_of
 from kvlab.render.sentences import sentence
 from kvlab.workbench.report import model_agreement, model_trends, snapshots, stability, stand_ins
-from kvlab.workbench.report.ledger import STATES, Entry, Tally, by_model, by_paper
+from kvlab.workbench.report.ledger import HOLDING, STATES, Entry, Tally, by_model, by_paper
 from kvlab.workbench.report.ledger_models import Subject, subjects
-from kvlab.workbench.report.paper_summary import quoted, standings
+from kvlab.workbench.report.paper_summary import standings, weakest
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "docs" / "ledger"
@@ -64,6 +64,7 @@ def parts() -> dict[str, str]:
     return {
         "papers": _papers(every),
         "findings": _by_state("findings", ((label, Tally.of(mine)) for label, mine in by_paper(default).items())),
+        "holding": _holding(Tally.of(default)),
         "counts": _counts(default, both),
         "models": _by_state(
             "model", ((f"`{Subject(model).label}`", Tally.of(mine)) for model, mine in by_model(every).items())
@@ -95,6 +96,17 @@ def _by_state(what: str, tallies: Iterable[tuple[str, Tally]]) -> str:
     return _table([what, *STATES], rows)
 
 
+def _holding(tally: Tally) -> str:
+    """How many of the findings that hold do so by a weak stand-in, and how many in direction only."""
+    held = sum(tally.findings[state] for state in HOLDING)
+    weak, alone = tally.findings[papers.WEAK], tally.findings[papers.DIRECTION]
+    return (
+        f"Of {held} findings that hold, {weak} hold *by a weak stand-in*: errors of the attention replace scores, and "
+        f"do not predict answers on this model. {alone} hold *in direction only*: right sign, size missed or in "
+        "another unit."
+    )
+
+
 def _counts(default: Sequence[Entry], both: Sequence[tuple[Entry, Entry]]) -> str:
     tally = Tally.of(default)
     measured = Counter(entry.origin.profile for entry in default if entry.measured)
@@ -121,8 +133,13 @@ def _quoted(default: Sequence[Entry]) -> str:
     lines = []
     for paper in papers.papers():
         lines.append(f"* **{paper.label}**")
-        lines += [f"  * {sentence}" for sentence in quoted(default, default[0].model, paper.quoted)]
+        lines += [f"  * {_said(entry)}" for entry in weakest(default, default[0].model, paper.quoted)]
     return "\n".join(lines)
+
+
+def _said(entry: Entry) -> str:
+    """`**holds** (CLAIM): SENTENCE`."""
+    return f"**{entry.state}** (`{entry.claim.id}`): {sentence(entry.claim, entry.verdict, entry.weak)}"
 
 
 def _papers(every: Sequence[Entry]) -> str:
@@ -139,8 +156,8 @@ def _papers(every: Sequence[Entry]) -> str:
         if source is not None:
             code = f"[code]({source.code})" if source.code else "no public code"
             links += f" ([arXiv]({source.url}), {code})"
-        first, *_ = quoted(mine, named[DEFAULT], paper.quoted)
-        rows.append([links, *(counted[state] for state in papers.VERDICTS), first])
+        first, *_ = weakest(mine, named[DEFAULT], paper.quoted)
+        rows.append([links, *(counted[state] for state in papers.VERDICTS), _said(first)])
     return _table(["quoted findings of", *papers.VERDICTS, f"the first of them, on `{DEFAULT}`"], rows)
 
 

@@ -81,9 +81,10 @@ def remove(
     typer.echo(f"{name}: removed, {packs.gigabytes(cached.remove(name))} freed")
 
 
-@app.command("list", epilog="Examples:   kvlab list policies   |   kvlab list claims --json")
+@app.command("list", epilog="Examples:   kvlab list policies   |   kvlab list claims --paper rocketkv --json")
 def list_(
     kind: Annotated[str, typer.Argument(metavar="WHAT", help=f"What to list: {', '.join(LISTS)}.")],
+    paper: Annotated[str, typer.Option("--paper", help="List the claims of this paper only.", show_default=False)] = "",
     as_json: AsJson = False,
 ) -> None:
     """List policies, experiments, claims, models and more."""
@@ -92,12 +93,21 @@ def list_(
     from kvlab.workbench.listing import entries
 
     rows = entries(kind)
+    if paper:
+        if kind != "claims":
+            raise KvlabError("--paper narrows the list of claims only: kvlab list claims --paper PAPER")
+        known = sorted({row["paper"] for row in rows})
+        if paper not in known:
+            raise KvlabError(nearest(paper, known, "paper with claims"))
+        rows = [row for row in rows if row["paper"] == paper]
     if as_json:
         typer.echo(json.dumps(rows, indent=1, ensure_ascii=False))
     elif not rows:
         typer.echo(f"There are no {kind} yet.")
     elif kind == "models":
         _print_list([{"name": row["name"], "summary": _about(row)} for row in rows])
+    elif kind == "claims":
+        _print_list([{**row, "summary": f"{row['summary']}{_measured_by(row['experiment'])}"} for row in rows])
     elif kind == "policies":
         _print_list([{**row, "cited": _cited(row["paper"])} for row in rows])
     elif kind == "storages":
@@ -124,6 +134,10 @@ def _print_list(rows: list[dict[str, Any]]) -> None:
         cited = [Text(entry["cited"])] if cites else []
         table.add_row(Text(entry["name"]), *cited, Text(paper + entry["summary"]))
     Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False)
+
+
+def _measured_by(experiment: str | None) -> str:
+    return f" (by `{experiment}`)" if experiment else ""
 
 
 def _cited(paper: dict[str, Any] | None) -> str:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from kvlab import papers
+from kvlab.papers.claim import Phrases
 from kvlab.render.phrases import number, with_interval
+
+WORTH = "; the stand-in is weak"
+"""The end of a sentence on a claim whose stand-in does not predict answers."""
 
 
 def sentence(claim: papers.Claim, verdict: papers.Verdict, weak: bool = False) -> str:
@@ -26,13 +30,16 @@ def sentence(claim: papers.Claim, verdict: papers.Verdict, weak: bool = False) -
         said = f"The paper's own numbers do not agree: {summary}; they give "
     elif claim.phrases is None:
         said = f"{verdict.verdict.capitalize()}: {summary}; here "
-    elif verdict.verdict == papers.UNDECIDED:
-        said = f"{claim.phrases.undecided.rstrip('.')}: "
     else:
-        missed = verdict.verdict == papers.FAILS
-        said = f"{(claim.phrases.missed if missed else claim.phrases.met).rstrip('.')}: "
-    worth = "; the stand-in is weak" if weak else ""
-    return f"{said}{_ours(claim, verdict)}{_papers(claim)}{worth}."
+        said = f"{phrase(claim.phrases, verdict)}: "
+    return f"{said}{_ours(claim, verdict)}{_papers(claim)}{WORTH if weak else ''}."
+
+
+def phrase(phrases: Phrases, verdict: papers.Verdict) -> str:
+    """The phrase for the verdict of a claim's tests, without its full stop: a weak stand-in changes no phrase."""
+    if verdict.verdict == papers.UNDECIDED:
+        return phrases.undecided.rstrip(".")
+    return (phrases.missed if verdict.verdict == papers.FAILS else phrases.met).rstrip(".")
 
 
 def of_figure(experiment: str, figure: str, metrics: Mapping[str, float]) -> list[str]:

@@ -148,6 +148,18 @@ def test_listed_claims_and_plain_lists(capsys):
     assert code == 0 and "zsmerge.theorem1" in out and "[theorem 1 and appendix A]" in out
 
 
+def test_claims_are_listed_by_paper_with_what_measures_them(capsys):
+    code, out, _ = call(capsys, "list", "claims", "--paper", "rocketkv")
+    flat = " ".join(out.split())
+    assert code == 0 and "zsmerge." not in out and "(by `rocketkv_budgets`)" in flat
+    _, out, _ = call(capsys, "list", "claims", "--paper", "rocketkv", "--json")
+    assert [entry["id"] for entry in json.loads(out)] == [claim.id for claim in papers.claims(paper="rocketkv")]
+    code, _, err = call(capsys, "list", "claims", "--paper", "rocketkb")
+    assert code == 1 and "did you mean 'rocketkv'" in err
+    code, _, err = call(capsys, "list", "models", "--paper", "rocketkv")
+    assert code == 1 and "--paper" in err
+
+
 def findings(claims) -> set[str]:
     """The names of the findings that claims are counted as."""
     return {claim.finding or claim.id for claim in claims if claim.kind == "finding"}

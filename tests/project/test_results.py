@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "docs" / "site"))
 import claim_tables
 
 from kvlab import papers
-from kvlab.workbench.report import snapshots
+from kvlab.workbench.report import page, snapshots
 from kvlab.workbench.report.ledger_models import subjects
 
 SCRIPT = ROOT / "docs" / "site" / "results.py"
@@ -92,6 +92,72 @@ def test_the_page_on_disagreements_names_the_models_that_are_kept(pages):
     text = pages[ROOT / "docs" / "disagreements.md"]
     kept = {subject.label for subject in subjects(snapshots.kept(ROOT / "docs" / "ledger"))}
     assert kept == set(re.findall(r"^\| `([^`]+)` \| [^|]+ \| [\d, a-z]+ \| \d+, \d \|", text, re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """The measured entries of the claims that tables show by model."""
+    every = snapshots.kept(ROOT / "docs" / "ledger")
+    return [entry for entry in every if entry.measured and entry.claim.kind not in claim_tables.OF_THE_PAPER]
+
+
+def test_a_page_and_the_report_say_the_same_sentence_of_a_claim_in_every_state(kept):
+    seen = set()
+    for entry in kept:
+        if entry.claim.phrases is None or entry.state == papers.UNMEASURED:
+            continue
+        seen.add((entry.verdict.verdict, entry.state))
+        said = claim_tables.says(entry).removesuffix(f" ({entry.claim.unit})")
+        phrase, weak, _ = said.removesuffix(".").partition("; the stand-in is weak")
+        report = page.found(entry)
+        assert report.startswith(f"{phrase}: ") and report.endswith(f"{weak}."), entry.claim.id
+        assert bool(weak) == (entry.state != entry.verdict.verdict) == ("stand-in is weak" in report), entry.claim.id
+    tested = {papers.HOLDS, papers.DIRECTION, papers.FAILS, papers.UNDECIDED}
+    assert seen == {
+        *((verdict, verdict) for verdict in tested),
+        (papers.HOLDS, papers.WEAK),
+        (papers.DIRECTION, papers.WEAK),
+        (papers.FAILS, papers.UNDECIDED),
+    }
+
+
+def test_a_number_without_a_dagger_decides_its_verdict_alone(kept):
+    """Where a claim compares its own number with a fixed one, the printed interval shows the side of it."""
+    checked = 0
+    for entry in kept:
+        claim, verdict = entry.claim, entry.verdict
+        turns, side = claim.direction.turns(claim.metric), claim.direction.side
+        if claim_tables.others_decide(claim) or len(turns) != 1 or not side or verdict.low in (None, verdict.high):
+            continue
+        assert "†" not in claim_tables.cell(entry)
+        if verdict.verdict != papers.UNMEASURED:
+            low, high = sorted(side * (end - turns[0][1]) for end in (verdict.low, verdict.high))
+            by_interval = "fails" if high < 0 else "holds" if low > 0 else "undecided"
+            checked += 1
+            assert verdict.verdict.startswith(by_interval), (claim.id, entry.model)
+    assert checked > 100
+
+
+def test_a_dagger_marks_a_number_that_another_one_overrules(kept):
+    """DapQ's lead with equal pooling fails by the other of two variants; the shown interval contains the turn."""
+    (entry,) = (
+        entry
+        for entry in kept
+        if entry.claim.id == "dapq.section3_3.task_same_pooling_qa" and entry.model.startswith("smollm2")
+    )
+    assert entry.verdict.low < 0 < entry.verdict.high and entry.state == papers.FAILS
+    assert claim_tables.cell(entry).startswith("fails†<br>")
+    text = (ROOT / "docs" / "disagreements" / "dapq.md").read_text(encoding="utf-8")
+    assert text.count(claim_tables.OTHERS) == sum("†<br>" in part for part in claim_tables.MADE.findall(text)) > 0
+
+
+@pytest.mark.parametrize("paper", papers.papers(), ids=lambda paper: paper.name)
+def test_a_papers_page_shows_each_of_its_claims_and_what_measures_it(paper):
+    text = (ROOT / "docs" / "disagreements" / f"{paper.name}.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w.]+)`<br>", text, re.MULTILINE)
+    assert {name for name in rows if name.startswith(f"{paper.name}.")} == {claim.id for claim in paper.claims}
+    (line,) = re.findall(r"^The experiments (.*) measure this paper's claims\.", text, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", line)) == {claim.experiment for claim in paper.claims if claim.experiment}
 
 
 def test_a_number_that_was_changed_by_hand_is_written_anew(results, pages, tmp_path, monkeypatch):

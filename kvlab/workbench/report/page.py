@@ -241,7 +241,7 @@ def _page(
         anchor=anchor,
         when=when,
         origin_of=origin_of,
-        found=_found,
+        found=found,
         scale=scale,
         remarks=remarks,
         growth=model_trends,
@@ -277,7 +277,7 @@ def _page(
     )
 
 
-def _found(entry: Entry) -> str:
+def found(entry: Entry) -> str:
     """What is said of an entry under its claim's summary: of one that is not measured the reason alone."""
     verdict = entry.verdict
     return verdict.why if verdict.verdict == papers.UNMEASURED else sentence(entry.claim, verdict, entry.weak)

@@ -81,12 +81,16 @@ def digest(of_paper: Sequence[Entry], order: Sequence[Subject], says: str = "") 
 
 def quoted(of_paper: Iterable[Entry], model: str, names: Iterable[str]) -> list[str]:
     """A sentence on each of these findings that the model measured: on the weakest of its claims, as it stands."""
+    return [sentence(entry.claim, entry.verdict, entry.weak) for entry in weakest(of_paper, model, names)]
+
+
+def weakest(of_paper: Iterable[Entry], model: str, names: Iterable[str]) -> list[Entry]:
+    """The weakest claim of each of these findings that the model measured."""
     found: dict[str, list[Entry]] = {}
     for entry in of_paper:
         if entry.model == model and entry.claim.kind in papers.SAMPLED and entry.state not in OPEN:
             found.setdefault(entry.claim.fact[1], []).append(entry)
-    weakest = [min(found[name], key=lambda entry: WEAKEST.index(entry.state)) for name in names if name in found]
-    return [sentence(entry.claim, entry.verdict, entry.weak) for entry in weakest]
+    return [min(found[name], key=lambda entry: WEAKEST.index(entry.state)) for name in names if name in found]
 
 
 def _unmeasured(count: int) -> str:
