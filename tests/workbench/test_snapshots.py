@@ -39,13 +39,33 @@ def test_intervals_over_genres_are_kept_and_ledgers_without_them_are_read(projec
     entry = next(entry for entry in snapshots.read(path) if entry.claim.id == CLAIM)
     assert (entry.verdict.genre_low, entry.verdict.genre_high) == (-0.25, 1.5)
     frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
-    assert list(frame.columns[-2:]) == ["genre_low", "genre_high"]
+    assert list(frame.columns[-3:]) == ["genre_low", "genre_high", "metric"]
     frame.drop(columns=["genre_low", "genre_high"]).to_csv(path, index=False)
     entry = next(entry for entry in snapshots.read(path) if entry.claim.id == CLAIM)
     assert entry.verdict.genre_low is None and entry.verdict.value == 0.6
     snapshots.keep(tmp_path)
     entry = next(entry for entry in snapshots.read(path) if entry.claim.id == CLAIM)
     assert (entry.verdict.genre_low, entry.verdict.genre_high) == (-0.25, 1.5)
+
+
+def test_numbers_of_another_metric_are_no_numbers_of_the_claim(project, tmp_path):
+    """A claim may ask for another metric after a line was kept; its verdict stays, and says what it is of."""
+    job(0.6)
+    path = snapshots.keep(tmp_path)[0].path
+    frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
+    (row,) = frame.index[frame["claim"] == CLAIM]
+    before = next(entry for entry in snapshots.read(path) if entry.claim.id == CLAIM)
+    assert frame.loc[row, "metric"] == before.claim.metric and before.verdict.value == 0.6
+    frame.loc[row, "metric"] = "an/older/one"
+    frame.to_csv(path, index=False)
+    entry = next(entry for entry in snapshots.read(path) if entry.claim.id == CLAIM)
+    assert entry.verdict.verdict == before.verdict.verdict and entry.verdict.value is entry.verdict.low is None
+    assert entry.verdict.why.startswith("Judged when the claim asked for an/older/one. ")
+
+
+def test_a_kept_share_of_budgets_has_no_interval():
+    shares = [entry for entry in snapshots.every(KEPT) if entry.claim.metric.startswith("ahead/")]
+    assert len(shares) > 20 and all(entry.verdict.low is None for entry in shares)
 
 
 def test_q_is_computed_on_reading_among_the_tests_of_a_profile(project):

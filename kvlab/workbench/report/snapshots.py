@@ -35,7 +35,13 @@ from kvlab.workbench.report.provenance import Origin, thoroughness
 from kvlab.workbench.store.findings_table import numbers
 
 ORIGIN = ["profile", "signature", "commit", "machine", "seconds"]
-LATER = ["parameters", "remarks", "genre_low", "genre_high"]  # ledgers that were kept without these are read, too
+LATER = [
+    "parameters",
+    "remarks",
+    "genre_low",
+    "genre_high",
+    "metric",
+]  # ledgers that were kept without these are read, too
 COLUMNS = ["claim", "finding", "verdict", "value", "low", "high", "power", "why", "model", *ORIGIN, *LATER]
 OWN = "kept"
 NUMBERS = ("value", "low", "high", "genre_low", "genre_high")
@@ -71,7 +77,8 @@ def keep(folder: Path, model: str | Sequence[str] | None = None, profile: str | 
 
     Columns: claim, finding, verdict, value, low, high, power, why, model; and of the run that they come from its
     profile, signature, commit (with `+changes` where files differed from it), machine and seconds, the number of the
-    model's parameters, and remarks on what it went without; genre_low and genre_high of the interval over genres.
+    model's parameters, and remarks on what it went without; genre_low and genre_high of the interval over genres; the
+    metric that the claim asked for.
 
     Args:
         folder: of the ledger.
@@ -168,6 +175,7 @@ def _new_lines(judged: Sequence[Entry]) -> list[Line]:
                 "seconds": origin.seconds,
                 "parameters": sizes[entry.model],
                 "remarks": "; ".join(remarks(entry)),
+                "metric": entry.claim.metric,
             }
         lines.append({name: "" if row.get(name) is None else str(row[name]) for name in COLUMNS})
     return lines
@@ -194,6 +202,14 @@ def _lines(path: Path) -> Lines:
                 f"{path} is no kept ledger: {line['claim']!r} has no readable numbers or verdict"
             ) from error
     return lines
+
+
+def _of_claim(line: Line, claim: papers.Claim) -> Line:
+    """A line without its numbers where they are of another metric than the one that the claim asks for today."""
+    if line["metric"] in ("", claim.metric):
+        return line
+    why = f"Judged when the claim asked for {line['metric']}. {line['why']}"
+    return line | dict.fromkeys(NUMBERS, "") | {"why": why}
 
 
 def _verdict(line: Line) -> papers.Verdict:
@@ -233,7 +249,7 @@ def _read(path: Path) -> list[Entry]:
         raise KvlabError(f"{path}: {nearest(min(unknown), known, 'claim')}")
     model = next((line["model"] for line in lines.values() if line["model"]), path.stem)
     found = [
-        Entry(known[name], _verdict(line), None, model, _origin(line) if _knows(line) else None)
+        Entry(known[name], _verdict(_of_claim(line, known[name])), None, model, _origin(line) if _knows(line) else None)
         for (name, profile), line in sorted(lines.items(), key=lambda pair: thoroughness(pair[0][1]))
         if _rests(known[name], profile)
     ]
