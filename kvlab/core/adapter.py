@@ -1,4 +1,4 @@
-"""Layers' stores in the shape of transformers' `Cache`, beside what transformers keeps for the layers left alone."""
+"""Layers' stores in the shape of transformers' `Cache`, with transformers' own caches for the layers left alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How a store holds the keys and values of its slots: as they are, or each entry rounded by itself.
+"""How a store keeps the keys and values of its slots: as they are, or each entry rounded by itself.
 
-What entries hold beside keys and values are their original positions. Storage in groups of entries is in `kivi`.
+Entries hold their original positions with their keys and values. Storage in groups of entries is in `kivi`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What it costs to read some of the recorded entries: many steps of a layer at once, from what the full cache does."""
+"""Compute the loss of reading some of the recorded entries: many steps of a layer at once, from the full cache."""
 
 from __future__ import annotations
 

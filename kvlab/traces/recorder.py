@@ -1,4 +1,4 @@
-"""What one model's attention sees while it prefills and decodes, written where the trace will have it."""
+"""Record the inputs of a model's attention during prefill and decode, directly into the trace's tensors."""
 
 from __future__ import annotations
 

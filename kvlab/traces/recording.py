@@ -1,4 +1,4 @@
-"""What one capture is asked for, checked before anything runs: its prompt as token ids, and what it records."""
+"""The request of one capture, checked before anything runs: its prompt as token ids, and what it records."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NLL_TOKENS = 256
 
 
 class Options(TypedDict, total=False):
-    """What `capture` can be told by name; it says there what each means."""
+    """The named options of `capture`, which documents each."""
 
     chat: str | bool
     queries: str | None
