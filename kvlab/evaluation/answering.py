@@ -124,7 +124,7 @@ def answers(
 ) -> Iterator[dict[str, Any]]:
     """Answer one example with every policy, from one prefill: prediction, tokens, seconds and bytes of each.
 
-    The policies' caches are the rows of batches, which share their steps; `seconds` are those of an answer's own
+    The policies' caches are the rows of batches, which share their steps. `seconds` are those of an answer's own
     compression and its share of the steps.
 
     Args:

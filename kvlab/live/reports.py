@@ -1,4 +1,4 @@
-"""What a live session reports: the numbers of its probes, step by step, and what its cache holds."""
+"""The reports of a live session: the numbers of its probes, step by step, and the content of its cache."""
 
 from __future__ import annotations
 

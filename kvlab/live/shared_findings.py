@@ -1,4 +1,4 @@
-"""What policies that go on from one prefill find out about its prompt, once for all of them."""
+"""Findings about one prompt, computed once for all policies that go on from its prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a verdict is worth that rests on a stand-in: a measure in place of the scores of tasks that a paper gives.
+"""The worth of a verdict from a stand-in: a measure that replaces the paper's scores of tasks.
 
 The rule is in docs/claims.md, *Weak stand-ins*.
 """
