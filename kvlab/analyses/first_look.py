@@ -1,4 +1,4 @@
-"""What the quickstart shows of one replay: where and when attention is lost, and which tokens it went to."""
+"""The quickstart's view of one replay: where and when attention is lost, and which tokens it went to."""
 
 from __future__ import annotations
 

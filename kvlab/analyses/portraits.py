@@ -1,4 +1,4 @@
-"""What a page of each method shows: what it keeps of one text, what it costs, and what it loses on a few documents.
+"""The numbers on each method's page: the tokens kept of one text, the costs, and the losses on a few documents.
 
 Every trace is captured once for all methods. Budgets are shares of the prompt.
 """

@@ -1,4 +1,4 @@
-"""What a benchmark feeds a model, what it was measured on, and what a cache holds."""
+"""A benchmark's prompts, its hardware, and the bytes of a cache."""
 
 from __future__ import annotations
 

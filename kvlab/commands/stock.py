@@ -53,8 +53,8 @@ def pull(
 ) -> None:
     """Fetch a model or a text pack into the cache (KVLAB_HOME), check it and unpack it, once.
 
-    A model is converted once, too. What is fetched has pinned hashes, whatever the source. A pull that was cut off goes
-    on when it is given again.
+    A model is converted once, too. Every fetched file has a pinned hash, whatever the source. A pull that was cut off
+    goes on when it is given again.
     """
     from kvlab.inputs import models, packs
     from kvlab.inputs.models import sources

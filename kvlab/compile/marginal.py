@@ -1,9 +1,9 @@
-"""One KV head at a time: what a weight does to its own layer, measured on captured prompts.
+"""One KV head at a time: the effect of a weight on its own layer, measured on captured prompts.
 
 Section 4.3 credits a head with its marginal contribution, "applying an action while holding others constant".
-Attention is averaged over the model before any weight (eq. 6). So a layer's set depends on that layer's weights alone,
-and a trace shows what a change does to it: the attention of the response that the layer loses. This needs one run of
-the model for each prompt, and the prompts may have the format and length of those that the tables are for.
+Attention is averaged over the model before any weight (eq. 6). So a layer's set depends only on that layer's weights. A
+trace shows the effect of a change: the attention of the response that the layer loses. This needs one run of the model
+for each prompt. The prompts may have the format and length of those that the tables are for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sequences on compressed caches, each in a session of its own, that go on as the rows of one batch.
 
-What each holds is counted as it is alone.
+The entries of each are counted as if it ran alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What somebody gives by name, so that a mistake in it is one sentence."""
+"""Check parameters that a user gives by name: a mistake becomes one sentence."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from kvlab.render.phrases import number, with_interval
 
 
 def sentence(claim: papers.Claim, verdict: papers.Verdict, weak: bool = False) -> str:
-    """What our numbers say to a claim: `SnapKV loses less than H2O: 0.035 (0.023 to 0.047); the paper prints 0.04.`
+    """Say a claim's result: `SnapKV loses less than H2O: 0.035 (0.023 to 0.047); the paper prints 0.04.`
 
     A claim without phrases gives its summary, with the verdict before it; so does a recomputed one that fails. One that
     was not measured gives the reason.

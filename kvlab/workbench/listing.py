@@ -1,4 +1,4 @@
-"""What `kvlab list` shows: objects with at least a name and a summary."""
+"""The objects that `kvlab list` shows: each has at least a name and a summary."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`kvlab render`: the figures and sentences of a finished run, made again from its findings without measuring.
 
-The notebook says how: statements such as `run.record("lead", found, figure=draw.lead(found))` run again with the
-findings that the run saved, and the sentences on claims follow from its metrics. A figure whose notebook code needs a
-model stays as it is.
+The notebook has the code: statements such as `run.record("lead", found, figure=draw.lead(found))` run again with the
+saved findings. The sentences on claims follow from the run's metrics. A figure whose notebook code needs a model stays
+as it is.
 """
 
 from __future__ import annotations

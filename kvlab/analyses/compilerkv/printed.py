@@ -1,6 +1,4 @@
-"""What CompilerKV's printed tables, and the files in its authors' repository, say when they are added up again; no
-model runs.
-"""
+"""Add up CompilerKV's printed tables and the files in its authors' repository again; no model runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the papers print about speed and memory, against arithmetic: bytes of weights and caches of published shapes.
+"""The papers' printed speed and memory against arithmetic: bytes of weights and caches of published shapes.
 
 Nothing is run here. A cache's bytes follow from a model's configuration; a printed figure that does not fit them tells
 how it was measured. Each function takes the printed table, as `papers.figure` gives it.

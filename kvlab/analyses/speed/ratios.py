@@ -1,4 +1,4 @@
-"""Results of timings: ratios to the full cache, round by round, and the bytes that are held."""
+"""Results of timings: ratios to the full cache, round by round, and stored bytes."""
 
 from __future__ import annotations
 

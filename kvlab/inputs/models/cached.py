@@ -1,4 +1,4 @@
-"""What of models lies in the cache, and how it is removed. Nothing here needs torch."""
+"""List and remove the cached files of models. Nothing here needs torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DapQ's figures from the findings of `kvlab.analyses.dapq`, beside the paper's printed values."""
+"""DapQ's figures from the findings of `kvlab.analyses.dapq`, with the paper's printed values."""
 
 from __future__ import annotations
 

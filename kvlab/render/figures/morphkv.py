@@ -1,4 +1,4 @@
-"""MorphKV's figures: the findings of its analyses, beside the paper's printed values."""
+"""MorphKV's figures: the findings of its analyses, with the paper's printed values."""
 
 from __future__ import annotations
 

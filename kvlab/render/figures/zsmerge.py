@@ -1,4 +1,4 @@
-"""ZSMerge's figures: the findings of its analyses, beside the paper's printed values."""
+"""ZSMerge's figures: the findings of its analyses, with the paper's printed values."""
 
 from __future__ import annotations
 

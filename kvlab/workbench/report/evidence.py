@@ -1,4 +1,4 @@
-"""What a report shows of the runs that its numbers come from: signatures, figures, and the links to them."""
+"""A report's evidence of the runs behind its numbers: signatures, figures, and the links to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A new ledger beside a kept one: which verdicts flipped, and which values lie outside the kept interval."""
+"""Compare a new ledger with a kept one: which verdicts flipped, and which values lie outside the kept interval."""
 
 from __future__ import annotations
 

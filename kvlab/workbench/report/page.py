@@ -1,7 +1,8 @@
 """The claims ledger as HTML that needs nothing else, with the runs' figures, and as CSV.
 
-With one model report.html is its page; with several it sets them side by side, and each has a page beside it. A page
-begins with the papers in short, goes on with findings and models, and ends with the claims, each one line until opened.
+With one model report.html is its page; with several it compares them side by side, and each also has its own page. A
+page begins with the papers in short, goes on with findings and models, and ends with the claims, each one line until
+opened.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a kept number comes from: the run is elsewhere or gone, and this is what was written down of it."""
+"""The source of a kept number: the record of a run that is elsewhere or gone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""How steady verdicts are: those of quoted findings in runs with other seeds and other texts, kept as data in a CSV for
-each model (stability/MODEL.csv) and counted: how many of a finding's cells say something else than its first?
+"""The stability of verdicts: those of quoted findings in runs with other seeds and other texts.
+
+They are kept as data in a CSV for each model (stability/MODEL.csv). The count is of a finding's cells whose verdict
+differs from that of its first.
 """
 
 from __future__ import annotations

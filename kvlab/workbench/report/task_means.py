@@ -1,4 +1,4 @@
-"""Scores of tasks that are kept as data beside a ledger (`boards`): means of what a live model answered."""
+"""Scores of tasks that are kept as data next to a ledger (`boards`): means over a live model's answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of tasks as they are kept beside a ledger, in tasks/MODEL.csv, and the tables that a report shows of them."""
+"""Scores of tasks as they are kept next to a ledger, in tasks/MODEL.csv, and the tables that a report shows of them."""
 
 from __future__ import annotations
 

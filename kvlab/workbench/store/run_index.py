@@ -1,4 +1,4 @@
-"""What earlier sweeps left: finished runs, which are not repeated, and what processes that died left half done."""
+"""The runs of earlier sweeps: finished runs, which are not repeated, and unfinished runs of processes that died."""
 
 from __future__ import annotations
 
