@@ -5,10 +5,10 @@
     parameters: {model: smollm2-135m, seed: 0}      # as in the notebook's `parameters` cell
     grid: {window: [8, 32]}                         # one job for each combination
     limits: {budget: [33, null]}                    # least and most for a number, or for each number of a list
-    timeout: 3600                                   # seconds that a job may take; no limit by default
+    timeout: 3600                                   # seconds for each job; by default none
     profiles:
       quick: {seconds: 60}                          # rough time of one job
-      full: {parameters: {...}, grid: {...}}        # the changes of the profile
+      full: {parameters: {...}, grid: {...}}        # its changes
 
 `limits: {budget: [windows, null]}` means: larger than the largest value of the parameter `windows`.
 """
