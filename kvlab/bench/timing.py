@@ -82,8 +82,8 @@ class BenchmarkModel:
 
 @dataclass(frozen=True)
 class Contender:
-    """What is compared: transformers' full cache (`policy` None), or a policy, perhaps with probes attached, with what
-    it keeps stored in some form.
+    """A side of a comparison: transformers' full cache (`policy` None), or a policy, perhaps with probes attached, with
+    what it keeps stored in some form.
     """
 
     policy: Policy | None = None

@@ -132,7 +132,7 @@ def _cited(paper: dict[str, Any] | None) -> str:
 
 
 def _about(model: dict[str, Any]) -> str:
-    """What a model is, its size, what of it lies in the cache, and its licence; of a user's own file what is known."""
+    """A model's kind, size, cached files and licence; of a user's own file what is known."""
     from kvlab.inputs.packs import gigabytes
 
     downloaded = f"{gigabytes(model['cached_bytes'])} in the cache"

@@ -40,7 +40,7 @@ Advance = Callable[[str, int, int], None]
 
 
 class MarginalSettings(Parameters):
-    """What is tried alone, and how tables follow from it.
+    """The weights that are tried one by one, and how tables follow from them.
 
     Attributes:
         budgets: entries for each layer and KV head; a table is learnt for each.
@@ -91,7 +91,7 @@ class MarginalSettings(Parameters):
 
 @dataclass(frozen=True)
 class ActionEffects:
-    """What every weight alone does in every context, at one budget.
+    """The effect of every single weight in every context, at one budget.
 
     Attributes:
         heads: `[contexts, layers x kv_heads, weights]`, the share of the response's attention that the head's layer
@@ -176,7 +176,7 @@ class Measured:
     documents: list[str]
 
     def effects(self, budget: int) -> ActionEffects:
-        """What every weight did, at one of the budgets."""
+        """The effect of every weight, at one of the budgets."""
         if budget not in self.settings.budgets:
             raise KvlabError(
                 f"nothing was tried at {budget} entries, only at {', '.join(map(str, self.settings.budgets))}"

@@ -60,7 +60,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
-    """What `pack_codes` packed."""
+    """Undo `pack_codes`."""
     if bits == 3:
         third = packed.shape[-1] // 3
         return unpack_codes(packed[..., : 2 * third], 2) | unpack_codes(packed[..., 2 * third :], 1) << 2

@@ -49,7 +49,7 @@ TABLE = "table"
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What was learnt of one model's keys and values, by "keys" and "values".
+    """The calibration of one model's keys and values, by "keys" and "values".
 
     Attributes:
         model: its name.

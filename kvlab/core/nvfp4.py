@@ -26,7 +26,7 @@ LARGEST_SCALE = Fp8.LARGEST
 
 @lru_cache(maxsize=8)
 def _levels(device: torch.device) -> Tensor:
-    """What each of the 16 codes stands for, on a device."""
+    """The number of each of the 16 codes, on a device."""
     levels = torch.tensor(LEVELS)
     return copied(torch.cat([levels, -levels]), device)
 

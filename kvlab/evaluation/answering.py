@@ -197,7 +197,7 @@ def session_of(lm: LM, system: System, max_new_tokens: int) -> Session:
 def answer_record(
     lm: LM, session: Session, tokens: list[int], prompt_tokens: int, prefill_seconds: float, seconds: float
 ) -> dict[str, Any]:
-    """What is written down of an answer that took `seconds` after the shared prefill."""
+    """The record of an answer that took `seconds` after the shared prefill."""
     return {
         "prediction": lm.decode(tokens) if tokens else "",
         "prompt_tokens": prompt_tokens,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Held:
-    """What the cache held in the end of one request.
+    """The content of the cache at the end of one request.
 
     Attributes:
         prompt_tokens: what was read before the first likelihood or the first generated token.

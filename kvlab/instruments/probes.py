@@ -121,7 +121,7 @@ class Seen:
 
     @property
     def _whole(self) -> LayerStore:
-        """What a full cache would hold."""
+        """The entries of a full cache."""
         assert self.shadow is not None, "a probe that compares with the full cache says so in needs_shadow"
         return self.shadow.store
 

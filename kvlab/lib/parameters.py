@@ -44,7 +44,7 @@ class Parameters(BaseModel):
 
     @classmethod
     def _sentence(cls, problem: Mapping[str, Any]) -> str:
-        """What is wrong with the value of a field, or with several that do not fit together."""
+        """The mistake in the value of a field, or in several that do not fit together."""
         message = problem["msg"].removeprefix("Value error, ")
         if not problem["loc"]:
             return message

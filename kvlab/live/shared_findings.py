@@ -17,7 +17,7 @@ Repeated: TypeAlias = dict[Hashable, list[Tensor]]
 
 
 class Memory:
-    """What has been found out about one prompt by the caches that hold it and nothing else.
+    """Findings about one prompt, from the caches that hold only it.
 
     Whoever wants it sets it: `prefilled.memory = Memory()`. Branches have it in common until their prompts end; a cache
     that is fed, cropped or reordered drops it. What one policy spends is no longer told apart then: the first one that

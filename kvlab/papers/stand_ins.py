@@ -65,8 +65,8 @@ Predictions = Mapping[tuple[str, str], Prediction]
 
 
 def outcome_of(stand_in: str) -> str:
-    """What the rule correlates a stand-in with: the likelihood of the right answer, which has no ties; that itself is
-    correlated with the share of the answer that comes out right.
+    """The outcome that the rule correlates a stand-in with: the likelihood of the right answer, which has no ties; that
+    itself is correlated with the share of the answer that comes out right.
     """
     return "right" if stand_in == "likelihood" else "answer"
 

@@ -151,7 +151,7 @@ def _clustered(claim: Claim, known: Mapping[str, float]) -> str:
 
 
 def _genres(claim: Claim, known: Mapping[str, float]) -> str:
-    """What is said where kinds of text differ by more than the effect itself; empty where they do not."""
+    """The remark where kinds of text differ by more than the effect itself; empty where they do not."""
     for name, turn in claim.direction.turns(claim.metric):
         start = f"{name}/{GENRE}/"
         means = {metric.removeprefix(start): value for metric, value in known.items() if metric.startswith(start)}

@@ -79,7 +79,7 @@ def _ours(claim: papers.Claim, verdict: papers.Verdict) -> str:
 
 
 def _papers(claim: papers.Claim) -> str:
-    """What the paper prints, if ours has the same unit."""
+    """The paper's printed value, if ours has the same unit."""
     if claim.paper_value is None or not claim.comparable:
         return ""
     return f"; the paper prints {claim.paper_value:.6g}".replace("-", "−")

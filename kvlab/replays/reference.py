@@ -102,7 +102,7 @@ class Reference:
 
     @cached_property
     def sinks(self) -> Tensor | None:
-        """What learnt sinks take of the attention, `[layers, heads, steps]`; None where the model has none."""
+        """The share of learnt sinks in the attention, `[layers, heads, steps]`; None where the model has none."""
         if self.trace.sinks is None:
             return None
         return torch.stack([measures.sink_share(self.weights(layer)) for layer in range(self.trace.n_layers)])

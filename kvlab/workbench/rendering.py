@@ -42,7 +42,7 @@ PACKAGE = "kvlab"
 
 @dataclass
 class Rendered:
-    """What was made again for one run: the names of its figures and texts, and why others stay as they are."""
+    """The files made again for one run: the names of its figures and texts, and why others stay as they are."""
 
     made: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
@@ -119,7 +119,7 @@ def render(connection: RetryingClient, run: Run) -> Rendered:
 
 
 def _shown(path: Path, run: Run, load: Load, rendered: Rendered) -> dict[str, Shown]:
-    """What the notebook records, by name, without the sentences on claims."""
+    """The records of the notebook, by name, without the sentences on claims."""
     found: dict[str, Shown] = {}
     names: dict[str, Any] = {PACKAGE: _Package()} | _parameters(path, run)
     statements = list(_statements(path))

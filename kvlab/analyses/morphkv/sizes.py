@@ -166,7 +166,7 @@ def answer_length() -> float:
 
 
 def settings(benchmark: str) -> pd.DataFrame:
-    """What section 5 states of each method on a benchmark: columns capacity, window, stores, by method."""
+    """The settings of section 5 for each method on a benchmark: columns capacity, window, stores, by method."""
     table = papers.figure("morphkv", "settings")
     return table[table["benchmark"] == benchmark].set_index("method")
 

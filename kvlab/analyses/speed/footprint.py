@@ -235,7 +235,7 @@ def compilerkv_table_a1(printed: pd.DataFrame) -> Findings:
 def in_words(
     memory: Findings, small_table: Findings, large_table: Findings, saving: Findings, table_a1: Findings
 ) -> str:
-    """What the papers print, against arithmetic.
+    """Describe the papers' printed values against arithmetic.
 
     Args:
         memory, saving, table_a1: of `zsmerge_memory`, `rocketkv_saving` and `compilerkv_table_a1`.

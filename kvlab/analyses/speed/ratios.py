@@ -149,7 +149,7 @@ def answer_findings(first: pd.DataFrame, decoded: pd.DataFrame, answer: float = 
 
 
 def pseudo_findings(first: pd.DataFrame, decoded: pd.DataFrame, windows: Mapping[str, int]) -> Findings:
-    """What pseudo-queries cost at the longest prompt of `first`, beside generating as many tokens.
+    """The cost of pseudo-queries at the longest prompt of `first`, and that of generating as many tokens.
 
     Args:
         first: of `timings.first_tokens`.

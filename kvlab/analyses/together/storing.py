@@ -317,7 +317,7 @@ def _column(table: pd.DataFrame, name: str) -> pd.Series:
 
 
 def points(measured: pd.DataFrame, name: str, slack: float = 0.02) -> pd.DataFrame:
-    """What to draw of a measure: policy, storage, budget, share, value (means over documents), front.
+    """The points of a measure's figure: policy, storage, budget, share, value (means over documents), front.
 
     The front is that of all systems but the full cache as it is, in which every curve ends (see `equal_bytes.front`).
     """

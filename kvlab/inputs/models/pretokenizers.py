@@ -60,7 +60,7 @@ _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-�
 
 @dataclass(frozen=True)
 class Splitting:
-    """What belongs to a name in `tokenizer.ggml.pre`.
+    """The rules behind a name in `tokenizer.ggml.pre`.
 
     Attributes:
         pre_tokenizer: makes it; None leaves transformers' own, which is right for this name.

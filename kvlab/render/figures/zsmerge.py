@@ -183,7 +183,7 @@ def while_decoding(findings: Findings) -> Figure:
 
 
 def open_choices(findings: Findings) -> Figure:
-    """What the paper leaves open: the change of the error over that by switching merging off.
+    """The choices that the paper leaves open: the change of the error over that by switching merging off.
 
     findings: of `sensitivity.open_choices`.
     """

@@ -279,7 +279,7 @@ def _page(
 
 
 def _found(entry: Entry) -> str:
-    """What is said of an entry under its claim's summary: of one that is not measured the reason alone."""
+    """The text of an entry under its claim's summary: of one that is not measured only the reason."""
     verdict = entry.verdict
     return verdict.why if verdict.verdict == papers.UNMEASURED else sentence(entry.claim, verdict, entry.weak)
 

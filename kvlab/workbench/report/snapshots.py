@@ -47,7 +47,7 @@ Lines = dict[tuple[str, str], Line]
 
 @dataclass
 class Kept:
-    """What was kept of a model, and where.
+    """The kept lines of a model, and their file.
 
     Attributes:
         path: the file.

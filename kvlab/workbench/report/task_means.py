@@ -81,7 +81,7 @@ def _key(line: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _texts(row: Mapping[str, Any]) -> dict[str, str]:
-    """What the file holds of a row: numbers to six digits, nothing for what there is none of."""
+    """A row's texts in the file: numbers to six digits, and empty where there is no number."""
     found = {}
     for name in COLUMNS:
         value = row.get(name)
