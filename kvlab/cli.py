@@ -1,4 +1,4 @@
-"""The `kvlab` command: its groups of subcommands, and how their mistakes are told.
+"""The `kvlab` command: its groups of subcommands, and their error messages.
 
 Heavy modules are imported inside the commands, so that `kvlab --help` answers at once.
 """

@@ -40,7 +40,7 @@ def lost_by_layer(results: Sequence[Replay]) -> Findings:
 
 
 def story(findings: Findings, left: str, right: str) -> list[str]:
-    """What the layers show of two policies; findings: of `lost_by_layer`."""
+    """Describe the layers' differences between two policies; findings: of `lost_by_layer`."""
     table = findings.table.pivot_table(index="layer", columns="policy", values="mass_lost")
     less = table[left] - table[right]
     means = {name: findings.row(MASS_LOST, policy=name).value for name in (left, right)}

@@ -1,4 +1,4 @@
-"""What an analysis found: rows of effects with their keys, and the metric names that follow from them."""
+"""Findings of an analysis: rows of effects with their keys, and the metric names that follow from them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass
 class Findings:
-    """What an analysis found: a tidy table of the measurements, and a row for each number computed from it.
+    """Findings of an analysis: a tidy table of the measurements, and a row for each number computed from it.
 
     An effect is written once, as a template, and its keys are given by name:
 

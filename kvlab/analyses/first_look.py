@@ -1,4 +1,4 @@
-"""What the quickstart shows of one replay: where and when attention is lost, and which tokens it went to."""
+"""The quickstart's view of one replay: where and when attention is lost, and which tokens it went to."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def lost_by_step(results: Replays) -> pd.DataFrame:
 
 
 def story(result: Replay, results: Replays) -> list[str]:
-    """What the picture shows: where one policy loses attention, and which of several loses least and most."""
+    """Describe the picture: where one policy loses attention, and which of several loses least and most."""
     lost, by_head = result.mass_lost, lost_by_head(result).to_numpy()
     layer, head = divmod(int(by_head.argmax()), by_head.shape[1])
     most = np.sort(by_head.ravel())[::-1][: max(1, by_head.size // 10)]

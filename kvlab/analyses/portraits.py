@@ -1,4 +1,4 @@
-"""What a page of each method shows: what it keeps of one text, what it costs, and what it loses on a few documents.
+"""The numbers on each method's page: the tokens kept of one text, the costs, and the losses on a few documents.
 
 Every trace is captured once for all methods. Budgets are shares of the prompt.
 """
@@ -45,7 +45,7 @@ REPLAY_WORK, DRAWING_WORK = 200, 400  # a replay and a picture, in tokens of a p
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured for the pages.
+    """The settings of the pages' measurements.
 
     Attributes:
         documents: names as `kvlab.document` takes them, of at least `tokens` tokens; the first is the one in pictures.
@@ -66,7 +66,7 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Portrait:
-    """What one policy keeps of one prompt.
+    """The entries that one policy keeps of one prompt.
 
     Attributes:
         policy, document: what was replayed, and the name of the text.
@@ -107,7 +107,7 @@ class Portrait:
 
 
 class _PrefillProbe(Probe):
-    """What the store holds beside positions as decoding begins: merged entries, and channels that are gone."""
+    """The store's other content than positions as decoding begins: merged entries, and channels that are gone."""
 
     name = "fresh"
 
@@ -152,7 +152,7 @@ def traces(lm: LM, names: Sequence[str], settings: Settings, advance: Advance) -
 
 
 def portrait(trace: Trace, method: Policy, document: str) -> Portrait:
-    """What a policy keeps of one trace, and what its decoding steps read."""
+    """Measure the entries that a policy keeps of one trace, and those that its decoding steps read."""
     probe = _PrefillProbe(trace.prompt_length)
     replayed = replay(trace, method, probes=[probe])
     stored = torch.stack([_mask(replayed.kept(layer), trace.prompt_length) for layer in trace.layers])
@@ -179,7 +179,7 @@ def _visible_steps(length: int, prompt: int) -> Tensor:
 def qualities(
     lm: LM, names: Sequence[str], traces: Sequence[Trace], settings: Settings, advance: Advance
 ) -> pd.DataFrame:
-    """What the policies, and those beside them, lose on the traces.
+    """Measure the losses of the policies, and of those compared with them, on the traces.
 
     Returns:
         A table with a row for each policy, budget (missing where it has none) and measure: policy, budget, measure,

@@ -24,7 +24,7 @@ AUTO = "auto"
 
 
 def head_scores(lm: LM, heads: str | None = AUTO) -> str | None:
-    """What duoattention takes as `heads`: for "auto" those that come with kvlab for this model, or None if none do.
+    """The `heads` for duoattention: for "auto" those that come with kvlab for this model, or None if none do.
 
     A name, a file and None stay as they are; an empty text is None, too.
     """
@@ -32,7 +32,7 @@ def head_scores(lm: LM, heads: str | None = AUTO) -> str | None:
 
 
 def tables(lm: LM, tables: str | None = AUTO) -> str | None:
-    """What compilerkv takes as `tables`, likewise; None are neutral ones."""
+    """The `tables` for compilerkv, likewise; None are neutral ones."""
     return _resolve(lm, DecisionTables, tables)
 
 
@@ -113,7 +113,7 @@ def _resolve(lm: LM, kind: type[Measured], name: str | None) -> str | None:
 
 
 def _identity(lm: LM) -> tuple[str, str, int, int]:
-    """What files are found by; tables and head scores have a row for each layer that policies compress."""
+    """The key of the files; tables and head scores have a row for each layer that policies compress."""
     return lm.name, lm.sha256, len(lm.layout.compressed), geometry(lm.model.config).heads
 
 

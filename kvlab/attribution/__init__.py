@@ -1,1 +1,1 @@
-"""What the loss of each evicted entry did to the response: effects, in nats, and the entries put back."""
+"""The effect of each evicted entry's loss on the response, in nats, and of the entries put back."""

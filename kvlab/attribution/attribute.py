@@ -261,7 +261,7 @@ def _greedy(
 
 
 def _reads(session: Session, prompt: int, steps: int, stepwise: bool) -> list[Tensor]:
-    """What each step reads, bool `[sets, steps or 1, prompt + steps]`, of each compressed layer."""
+    """The entries that each step reads, bool `[sets, steps or 1, prompt + steps]`, of each compressed layer."""
     found = []
     for layer in session.layout.compressed:
         if stepwise:

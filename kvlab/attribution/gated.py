@@ -2,22 +2,23 @@
 
 With a the softmax over all entries, f = sum a v the full cache's output and o the policy's, over what it reads,
 
-    f - o = sum over the entries e that the policy does not read of a_e (v_e - o),
+    f - o = sum over the entries e that the policy does not read of a_e (v_e - o).
 
-so that a gate g_e for each of them leads from the policy (all 0) to the full cache (all 1):
-o(g) = o + sum g_e a_e (v_e - o). Where all gates are equal this is o + g (f - o), and the derivative of a loss L by one
-gate is a_e (v_e - o) . dL/do(g). Both identities hold with learnt sinks too, which take their share and have no value.
+A gate g_e for each of them leads from the policy (all 0) to the full cache (all 1). o(g) = o + sum g_e a_e (v_e - o).
+Where all gates are equal this is o + g (f - o), and the derivative of a loss L by one gate is a_e (v_e - o) . dL/do(g).
+Both identities hold with learnt sinks too, which take their share and have no value.
 
 A gate on the unnormalised weight, exp of the logit, would not do: a small gate lets a dominant entry back already.
 
-Where entries are stored rounded, o is what the policy would put out if it read the same entries exactly, and the line
-begins at o~, what it puts out. Let w be an entry's unnormalised weight, p its share among those read, and W the sum
-over them, sinks included; w~, v~ and W~ are the rounded ones. With o' = sum p v~, exact keys and rounded values,
+Where entries are stored rounded, o is the policy's output if it read the same entries exactly. The line begins at o~,
+its output. Let w be an entry's unnormalised weight, and p its share among those read. W is the sum of w over them,
+sinks included; w~, v~ and W~ are the rounded ones. With o' = sum p v~, exact keys and rounded values,
 
     o' - o~ = sum over what is read of 2 (w_e - w~_e) / (W + W~) (v~_e - (o~ + o') / 2)      (keys),
     o - o' = sum over what is read of p_e (v_e - v~_e)                                       (values),
 
-so that f - o~ is the sum of three parts, each a sum over entries. What is not rounded has no part in the last two.
+so that f - o~ is the sum of three parts, each a sum over entries. Entries that are not rounded have no part in the last
+two.
 """
 
 from __future__ import annotations

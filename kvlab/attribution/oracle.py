@@ -136,7 +136,7 @@ def _shape(made: Response) -> tuple[int, int]:
 
 
 def _reads(made: Response, sets: Tensor) -> list[Tensor]:
-    """What each step reads, where the prompt is cut down to these sets `[layers, kv_heads, n]` and all else stays."""
+    """The entries that each step reads with the prompt cut to these sets `[layers, kv_heads, n]`; all else stays."""
     length = made.prompt + made.steps
     read = torch.zeros(*sets.shape[:2], length + 1, dtype=torch.bool)
     mark(read, sets)

@@ -241,7 +241,7 @@ class Attribution:
 
         Args:
             counts: how many entries are put back; those beyond what was evicted are left out.
-            orders: "effect" from the largest effect on, "harmful" the same and all with a positive effect at most,
+            orders: "effect" from the largest effect on; "harmful" the same, at most all with a positive effect.
                 "attention" from the most attended on, "recency" from the newest on, "random".
             seed: of the random order.
         """

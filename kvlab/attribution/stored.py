@@ -1,4 +1,4 @@
-"""What a live run stored rounded: which entries, since which step, and as what."""
+"""The entries that a live run stored rounded: which, since which step, and with which values."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def entry_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 
 def of_prompt(config: PreTrainedConfig, tokens: int, dtype: torch.dtype, batch: int = 1) -> Need:
-    """What it takes to prefill a prompt in a live session, or to capture it: an upper bound for models whose layers all
+    """The memory to prefill a prompt in a live session, or to capture it: an upper bound for models whose layers all
     attend to the whole past, and whose policy looks at no more than a window of queries or at their sums.
 
     The prompt goes through the model in one piece. A capture of a long one goes in chunks and needs less.

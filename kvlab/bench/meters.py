@@ -1,4 +1,4 @@
-"""What a benchmark feeds a model, what it was measured on, and what a cache holds."""
+"""A benchmark's prompts, its model and device, and the bytes of a cache."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def facts(lm: LM) -> dict[str, Any]:
-    """What a table of benchmarks was measured on."""
+    """The model, device and versions of a table of benchmarks."""
     versions = f"kvlab {kvlab.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
     return {
         "model": lm.signature,

@@ -1,8 +1,8 @@
-"""Speed and memory of policies beside transformers' own full cache: `kvlab bench decode|prefill|memory`.
+"""Speed and memory of policies against transformers' own full cache: `kvlab bench decode|prefill|memory`.
 
 Both run the same greedy loop: the prompt in one pass, then single-token passes. The first of these ends the prompt, and
-the policy compresses; it counts into the time to the first token, and the passes after it are the decoding steps. The
-runs of one context length are taken in turns, in alternating order, so that a drifting clock speed cancels.
+the policy compresses. It counts into the time to the first token. The passes after it are the decoding steps. The runs
+of one context length are taken in turns, in alternating order, so that a drifting clock speed cancels.
 
 Times are in seconds, memory in bytes. Bytes stored and read are those of the last step.
 """
@@ -82,8 +82,8 @@ class BenchmarkModel:
 
 @dataclass(frozen=True)
 class Contender:
-    """What is compared: transformers' full cache (`policy` None), or a policy, perhaps with probes attached, with what
-    it keeps stored in some form.
+    """A side of a comparison: transformers' full cache (`policy` None), or a policy, perhaps with probes attached, with
+    what it keeps stored in some form.
     """
 
     policy: Policy | None = None

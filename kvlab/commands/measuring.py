@@ -126,7 +126,7 @@ def bench(
         bool, typer.Option("--json", help="Print the table as JSON, with what it was measured on.")
     ] = False,
 ) -> None:
-    """Measure speed, time to first token and memory of policies, beside transformers' own full cache."""
+    """Measure speed, time to first token and memory of policies, and of transformers' own full cache."""
     from kvlab.bench import TASKS
 
     if task not in TASKS:

@@ -133,7 +133,7 @@ def _show_compared(name: str, other: str, rows: list[Compared], as_json: bool) -
 
 
 def _label(row: Scored | Compared) -> tuple[str, str]:
-    """What a row is called, and its number of answers; the mean counts tasks."""
+    """The name of a row, and its number of answers; the mean counts tasks."""
     from kvlab.scores.answer_sets import MEAN
 
     if row.task == MEAN:

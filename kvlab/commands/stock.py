@@ -53,8 +53,8 @@ def pull(
 ) -> None:
     """Fetch a model or a text pack into the cache (KVLAB_HOME), check it and unpack it, once.
 
-    A model is converted once, too. What is fetched has pinned hashes, whatever the source. A pull that was cut off goes
-    on when it is given again.
+    A model is converted once, too. Every fetched file has a pinned hash, whatever the source. A pull that was cut off
+    goes on when it is given again.
     """
     from kvlab.inputs import models, packs
     from kvlab.inputs.models import sources
@@ -146,7 +146,7 @@ def _cited(paper: dict[str, Any] | None) -> str:
 
 
 def _about(model: dict[str, Any]) -> str:
-    """What a model is, its size, what of it lies in the cache, and its licence; of a user's own file what is known."""
+    """A model's kind, size, cached files and licence; of a user's own file what is known."""
     from kvlab.inputs.packs import gigabytes
 
     downloaded = f"{gigabytes(model['cached_bytes'])} in the cache"

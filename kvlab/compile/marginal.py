@@ -1,9 +1,9 @@
-"""One KV head at a time: what a weight does to its own layer, measured on captured prompts.
+"""One KV head at a time: the effect of a weight on its own layer, measured on captured prompts.
 
 Section 4.3 credits a head with its marginal contribution, "applying an action while holding others constant".
-Attention is averaged over the model before any weight (eq. 6). So a layer's set depends on that layer's weights alone,
-and a trace shows what a change does to it: the attention of the response that the layer loses. This needs one run of
-the model for each prompt, and the prompts may have the format and length of those that the tables are for.
+Attention is averaged over the model before any weight (eq. 6). So a layer's set depends only on that layer's weights. A
+trace shows the effect of a change: the attention of the response that the layer loses. This needs one run of the model
+for each prompt. The prompts may have the format and length of those that the tables are for.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Advance = Callable[[str, int, int], None]
 
 
 class MarginalSettings(Parameters):
-    """What is tried alone, and how tables follow from it.
+    """The weights that are tried one by one, and how tables follow from them.
 
     Attributes:
         budgets: entries for each layer and KV head; a table is learnt for each.
@@ -91,7 +91,7 @@ class MarginalSettings(Parameters):
 
 @dataclass(frozen=True)
 class ActionEffects:
-    """What every weight alone does in every context, at one budget.
+    """The effect of every single weight in every context, at one budget.
 
     Attributes:
         heads: `[contexts, layers x kv_heads, weights]`, the share of the response's attention that the head's layer
@@ -176,7 +176,7 @@ class Measured:
     documents: list[str]
 
     def effects(self, budget: int) -> ActionEffects:
-        """What every weight did, at one of the budgets."""
+        """The effect of every weight, at one of the budgets."""
         if budget not in self.settings.budgets:
             raise KvlabError(
                 f"nothing was tried at {budget} entries, only at {', '.join(map(str, self.settings.budgets))}"

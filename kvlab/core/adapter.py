@@ -1,4 +1,4 @@
-"""Layers' stores in the shape of transformers' `Cache`, beside what transformers keeps for the layers left alone."""
+"""Layers' stores in the shape of transformers' `Cache`, with transformers' own caches for the layers left alone."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class StoreLayer(CacheLayerMixin):
 
 
 class TransientLayer(StoreLayer):
-    """What one forward pass sees on top of a layer, which stays as it is."""
+    """The view of one forward pass on top of a layer, which stays as it is."""
 
     def __init__(self, layer: StoreLayer):
         super().__init__(layer.store, layer.latent)
@@ -120,7 +120,7 @@ class StoreCache(Cache):
 
     @property
     def others(self) -> dict[int, Any]:
-        """What transformers keeps for the layers left alone, by their number in the model."""
+        """transformers' caches of the layers left alone, by their number in the model."""
         return {number: layer for number, layer in enumerate(self.layers) if not isinstance(layer, StoreLayer)}
 
 

@@ -1,8 +1,8 @@
 """The one place where attention is computed, and the seam through which it is seen inside a transformers model.
 
 Shapes: queries `[..., heads, n, head_dim]`, keys and values `[..., kv_heads, length, head_dim]`; query head `h` reads
-the KV head `h // (heads // kv_heads)` (its GQA group). Who may see what is decided by order of arrival, never by
-lengths or by the assigned positions: a pseudo-query may stand at any position and still sees the whole prompt.
+the KV head `h // (heads // kv_heads)` (its GQA group). The order of arrival decides which keys a query sees, never
+lengths or the assigned positions. A pseudo-query of any position sees the whole prompt.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def attend(
 ) -> Tensor:
     """The output alone; the queries are the last arrivals among the keys.
 
-    By PyTorch's fused kernel, and chunk by chunk where a soft cap or sinks are beyond what it computes; there is no
-    length x length matrix of weights either way.
+    PyTorch's fused kernel computes it. With a soft cap or sinks that the kernel lacks, kvlab computes it in chunks.
+    Neither way builds a length x length matrix of weights.
 
     Args:
         padding: `[batch, length]` bool, False for padding; None when there is none.
@@ -158,8 +158,9 @@ def attend(
 def attend_and_accumulate(
     queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling, padding: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The output as `attend` gives it, and the attention that each key gathers as `accumulate` does; both from the same
-    weights where `attend` has them all.
+    """Compute the output of `attend` and the attention on each key of `accumulate`.
+
+    Both use the same weights where `attend` has them all.
 
     Args:
         queries: `[batch, heads, n, head_dim]`, the last arrivals among the keys.
@@ -300,8 +301,9 @@ def accumulate(
 def by_blocks(
     queries: Tensor, keys: Tensor, softmax: Softmax, block: int
 ) -> Iterator[tuple[slice, slice, Softmax, Tensor]]:
-    """The logits of the last arrivals among the keys, a KV head and `block` queries at a time: so they stay in a
-    processor's cache from one pass over them to the next, and memory stays linear in the number of queries.
+    """Compute the logits of the last arrivals among the keys, for one KV head and `block` queries at a time.
+
+    Such a block stays in the processor's cache between two passes over it. Memory is linear in the number of queries.
 
     Yields:
         Which query heads and which queries; the softmax of these heads; logits `[..., heads, queries, seen]`, later
@@ -324,8 +326,8 @@ def attention_over_prompt(queries: Tensor, keys: Tensor, scaling: Scaling = None
         queries: `[..., heads, n, head_dim]`.
         keys: `[..., kv_heads, prompt, head_dim]`.
         scaling: 1 / sqrt(head_dim) unless given.
-        inside: the queries are the last `n` prompt tokens themselves, so each sees itself and what came before;
-            otherwise (response tokens, pseudo-tokens) they come after the prompt and see all of it.
+        inside: the queries are the last `n` prompt tokens, and each sees itself and earlier tokens. Otherwise they come
+            after the prompt (response tokens, pseudo-tokens) and see all of it.
 
     Returns:
         `[..., heads, n, prompt]`, rows sum to 1, less the sinks' share.

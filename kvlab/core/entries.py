@@ -1,6 +1,6 @@
-"""How a store holds the keys and values of its slots: as they are, or each entry rounded by itself.
+"""How a store keeps the keys and values of its slots: as they are, or each entry rounded by itself.
 
-What entries hold beside keys and values are their original positions. Storage in groups of entries is in `kivi`.
+Entries hold their original positions with their keys and values. Storage in groups of entries is in `kivi`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Run: TypeAlias = tuple[slice, Tensor, Tensor]
 
 
 class Entries(Protocol):
-    """What a store asks of any way to hold keys and values. Slots are counted from the oldest entry of each head."""
+    """The interface of every form of stored keys and values. Slots are counted from the oldest entry of each head."""
 
     dtype: torch.dtype
     head_dim: int
@@ -342,7 +342,7 @@ class Rounded(AsIs):
         """Look at all entries before the first is rounded."""
 
     def rounded(self, name: str, x: Tensor) -> dict[str, Tensor]:
-        """What is stored of keys or values `[rows, kv_heads, n, head_dim]`."""
+        """The stored form of keys or values `[rows, kv_heads, n, head_dim]`."""
         raise NotImplementedError
 
     def restored(self, name: str, get: Get, heads: slice | None = None) -> Tensor:

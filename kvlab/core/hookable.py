@@ -123,7 +123,7 @@ def layout_of(model: nn.Module) -> Layout:
 
 
 def own_layers(model: nn.Module) -> list[Any]:
-    """What transformers' own cache would keep for each layer of a model, empty.
+    """Make transformers' own empty cache for each layer of a model.
 
     Raises:
         KvlabError: a cache that transformers does not make from the configuration.
@@ -147,7 +147,7 @@ def windows_of(model: nn.Module) -> dict[int, int]:
 
 
 def _sees(model: str, number: int, layer: Any, name: str) -> str:
-    """What a layer looks at, given what transformers keeps for it and what its configuration calls it."""
+    """The tokens that a layer sees, from its transformers cache and its name in the configuration."""
     kept = type(layer).__name__  # older versions of transformers do not have all of these classes
     if kept in ("DynamicLayer", INDEXED):
         return WHOLE
@@ -209,7 +209,7 @@ def check_attends_to_all(model: nn.Module) -> None:
 
 
 def softmax_of(module: nn.Module) -> Softmax:
-    """What an attention module does with its products, as far as its attributes tell before it is called."""
+    """The softmax of an attention module, as far as its attributes show before it is called."""
     factor, softcap = (getattr(module, name, None) for name in ("scaling", "attn_logit_softcapping"))
     sinks = getattr(module, "sinks", None)
     return Softmax(
@@ -268,7 +268,7 @@ def _plain(output: nn.Module) -> Tensor | None:
 
 @torch.no_grad()
 def _effective(module: nn.Module, output: nn.Module) -> Tensor | None:
-    """What a projection with all around it makes of an identity, less its bias; None where it is no linear map."""
+    """The output of a projection with all around it for an identity, less its bias; None where it is no linear map."""
     width = getattr(output, "in_features", None)
     if not isinstance(width, int):
         return None

@@ -77,7 +77,7 @@ class Call:
 
     @property
     def softmax(self) -> Softmax:
-        """What the layer makes of its products."""
+        """The layer's softmax over its products."""
         return Softmax(self.scaling, self.softcap, self.sinks)
 
     def attend(self, mask: Tensor | None = None) -> Tensor:
@@ -175,7 +175,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, position
 
 
 def _unexpanded(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """What a latent module hands to the attention interface in place of its heads' keys and values."""
+    """The tensors that a latent module passes to the attention interface instead of its heads' keys and values."""
     return latents, rotary
 
 
@@ -192,7 +192,7 @@ def _mask(attention_mask: Tensor | None = None, **more: Any) -> Tensor | None:
 
 
 def _as_heads(projected: Tensor, queries: Tensor) -> Tensor:
-    """What a projection or a q-norm put out, in the layout `[batch, heads, n, head_dim]` of the queries."""
+    """The output of a projection or a q-norm, in the layout `[batch, heads, n, head_dim]` of the queries."""
     batch, heads, n, head_dim = queries.shape
     if projected.dim() == 3:
         return projected[..., : heads * head_dim].reshape(batch, n, heads, head_dim).transpose(1, 2)

@@ -1,16 +1,16 @@
 """KIVI (Liu et al., 2024, arXiv 2402.02750): 2 or 4 bits for an entry that is no longer among the newest.
 
-Keys are rounded per channel, in groups of `group` consecutive entries of a head: channels differ in size, and so an
+Keys are rounded per channel, in groups of `group` consecutive entries of a head. Channels differ in size, and an
 outlying channel spoils only itself. Values are rounded per token, in groups of `group` channels. Both are asymmetric:
 zero = the group's minimum, step = (maximum - minimum) / (2^bits - 1), code = round((x - zero) / step) (the paper's
 section 3.1 and algorithm 1). Zeros and steps are float16.
 
-The paper says nothing of eviction. Here an entry refers to the group of keys that it was rounded with, whose zeros and
-steps live as long as any entry refers to them; nobody is rounded twice but by a merge. Other choices: zeros are rounded
-down to float16 and steps up, so that the whole group lies between the codes and no number is off by more than half a
-step. The newest `residual` tokens are in the model's precision, by their positions, so that after an eviction these may
-be few entries; keys and values leave together, whenever a head has `group` entries older than that, in the order of
-arrival (the paper empties the keys' residual at once, and lets values leave one by one).
+The paper says nothing of eviction. Here an entry refers to the group of keys that it was rounded with. The group's
+zeros and steps live as long as any entry refers to them. Only a merge rounds an entry twice. Zeros are rounded down to
+float16 and steps up. So the codes span the whole group, and no number is off by more than half a step. The newest
+`residual` tokens, by their positions, are in the model's precision; after an eviction these may be few entries. Keys
+and values leave together, in the order of arrival, whenever a head has `group` older entries. (The paper empties the
+keys' residual at once, and lets values leave one by one.)
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
-    """What `pack_codes` packed."""
+    """Undo `pack_codes`."""
     if bits == 3:
         third = packed.shape[-1] // 3
         return unpack_codes(packed[..., : 2 * third], 2) | unpack_codes(packed[..., 2 * third :], 1) << 2

@@ -1,8 +1,8 @@
 """Calibrated transform coding, after KVTC (arXiv 2511.01815): the principal components of a head's keys and values.
 
-A calibration holds, for each layer and KV head, the mean of its keys before RoPE and of its values, their principal
-components, and the deviation along each. An entry is turned back by its position, and its components are rounded: those
-that vary more get more bits, one after the other where a bit saves most, an added bit counting as a quarter of the
+A calibration has, for each layer and KV head, means of keys before RoPE and of values. It also has their principal
+components, and the deviation along each. An entry is turned back by its position, and its components are rounded.
+Components that vary more get more bits. Each bit goes where it saves most: an added bit counts as a quarter of the
 error. The steps are those of the best uniform quantiser of a Gaussian (Max, 1960). Codes are packed, and bytes are
 counted as DEFLATE writes them.
 
@@ -49,7 +49,7 @@ TABLE = "table"
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What was learnt of one model's keys and values, by "keys" and "values".
+    """The calibration of one model's keys and values, by "keys" and "values".
 
     Attributes:
         model: its name.

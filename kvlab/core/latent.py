@@ -1,9 +1,9 @@
 """Latent attention (MLA) as attention over one KV head.
 
-A layer makes the keys and values of all its heads from two things of each token: a latent vector c, and a rotary part r
-that the heads share. A head's key is (W_k c, r), its value W_v c. Its query (q, s) has the product (W_k^T q) c + s r
-with that key, and its output is W_v times the weighted mean of latents. So the layer is one KV head whose key is (r, c)
-and whose value is c, under queries (s, W_k^T q): that is what kvlab stores, evicts, quantises and counts.
+A layer makes the keys and values of all heads from each token's latent vector c and rotary part r. The heads share r. A
+head's key is (W_k c, r), its value W_v c. Its query (q, s) has the product (W_k^T q) c + s r with that key. Its output
+is W_v times the weighted mean of latents. So the layer is one KV head with key (r, c) and value c, under queries (s,
+W_k^T q). kvlab stores, evicts, quantises and counts this head.
 
 A value is written (0, c), as wide as its key; it is a part of the key, and a store holds it once.
 """

@@ -1,8 +1,8 @@
 """NVFP4, the 4-bit float of NVIDIA's Blackwell: blocks of 16 numbers with a scale in 8 bits each.
 
-A number is an e2m1 code (0, 0.5, 1, 1.5, 2, 3, 4 or 6, and a sign) x the block's scale in e4m3 x one scale in float32.
-The float32 scale is the largest magnitude / (6 x 448); a block's scale is its largest magnitude / 6, over that. Both
-codes and scales go to the nearest, of two equally near to the one whose last bit is zero.
+A number is an e2m1 code x the block's scale in e4m3 x one scale in float32. The codes are 0, 0.5, 1, 1.5, 2, 3, 4 and
+6, with a sign. The float32 scale is the largest magnitude / (6 x 448); a block's scale is its largest magnitude / 6,
+over that. Both codes and scales go to the nearest, of two equally near to the one whose last bit is zero.
 
 A tensor's float32 scale is here that of a head's keys or values, found when the prompt has been compressed, as `Fp8`
 does it.
@@ -26,7 +26,7 @@ LARGEST_SCALE = Fp8.LARGEST
 
 @lru_cache(maxsize=8)
 def _levels(device: torch.device) -> Tensor:
-    """What each of the 16 codes stands for, on a device."""
+    """The number of each of the 16 codes, on a device."""
     levels = torch.tensor(LEVELS)
     return copied(torch.cat([levels, -levels]), device)
 

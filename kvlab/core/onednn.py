@@ -156,8 +156,8 @@ def _folded(head: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[to
 
 
 def libraries(model: torch.nn.Module) -> dict[str, str]:
-    """What multiplies in float32 on a CPU, "oneDNN" or "torch": in the linear layers of `model`, which was settled when
-    it was loaded, and in kvlab's attention.
+    """The library that multiplies in float32 on a CPU, "oneDNN" or "torch": in the linear layers of `model`, which was
+    settled when it was loaded, and in kvlab's attention.
     """
     layers = any(isinstance(module, OneDNNLinear) for module in model.modules())
     return {name: "oneDNN" if so else "torch" for name, so in (("layers", layers), ("attention", wanted()))}

@@ -13,7 +13,7 @@ from kvlab.core.slots import EMPTY, as_numpy, blank, growing_capacity, on_device
 
 
 class Slots(Protocol):
-    """What a `PackedSlots` is made from: another one, or a `DenseSlots`."""
+    """The source of a `PackedSlots`: another one, or a `DenseSlots`."""
 
     tensors: dict[str, Tensor]
     lead: int

@@ -1,4 +1,4 @@
-"""How a layer turns queries and keys by their positions (RoPE), read off the model and held against what it did."""
+"""How a layer turns queries and keys by their positions (RoPE), read from the model and checked against what it did."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHECKED = 64
 
 @dataclass(frozen=True)
 class Rotation:
-    """What one layer does to queries and keys: each pair of channels is turned by position x frequency.
+    """A layer's rotation of queries and keys: each pair of channels is turned by position x frequency.
 
     The first channels of a head are turned, two for each frequency; the others are left as they are.
 
@@ -56,7 +56,7 @@ class Rotation:
         return mixed(x, angles.cos() * self.factor, angles.sin() * self.factor, self.interleaved)
 
     def turned_back(self, x: Tensor, positions: Tensor) -> Tensor:
-        """What the layer has turned into `x` `[..., n, head_dim]`, float32."""
+        """Undo the layer's rotation of `x` `[..., n, head_dim]`; the result is float32."""
         angles = self._angles(positions)
         return mixed(x, angles.cos() / self.factor, -angles.sin() / self.factor, self.interleaved)
 

@@ -96,7 +96,7 @@ def _in_whole_slots(tensor: Tensor) -> bool:
 
 
 def blank(name: str) -> int:
-    """What an empty slot of a tensor of this name holds: zeros for keys and values, since 0 x anything else may be
+    """The content of an empty slot of a tensor of this name: zeros for keys and values, since 0 x anything else may be
     NaN.
     """
     return EMPTY if name == POSITIONS else 0
@@ -121,7 +121,7 @@ def growing_capacity(n: int) -> int:
 
 
 def fault(slots: Tensor, length: int) -> str:
-    """What is wrong with slots `[rows, heads, n]` of `length`, ascending and -1 at the end; empty if nothing is."""
+    """The fault of slots `[rows, heads, n]` of `length`, ascending and -1 at the end; empty if there is none."""
     before, after = slots[..., :-1], slots[..., 1:]
     order = ((after > before) & (before >= 0)) | (after == EMPTY)
     inside = (slots >= EMPTY) & (slots < length)
@@ -155,7 +155,7 @@ def check_dropped(who: str | None, slot: Tensor | int, shape: Sequence[int], len
 
 
 def described(value: object) -> str:
-    """What something is, in a few words: `int64 [2, 2, 40]` of a tensor."""
+    """Describe something in a few words: `int64 [2, 2, 40]` for a tensor."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return "nothing" if value is None else type(value).__name__

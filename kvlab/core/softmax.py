@@ -1,4 +1,4 @@
-"""What a model makes of the products of queries and keys: a factor, a soft cap, and sinks that take their share."""
+"""A model's softmax over the products of queries and keys: a factor, a soft cap, and sinks that take their share."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Softmax:
     Attributes:
         factor: of the products; 1 / sqrt(head_dim) for None.
         softcap: what logits level off at (Gemma 2); None where they are not capped.
-        sinks: `[heads]`, or `[rows, heads]`: one more logit for each head, of no key (gpt-oss), so that the weights of
-            its keys sum to less than 1; None where there are none.
+        sinks: `[heads]`, or `[rows, heads]`: one more logit for each head, of no key (gpt-oss). The weights of its keys
+            then sum to less than 1. None where there are none.
     """
 
     factor: float | None = None
@@ -44,7 +44,7 @@ class Softmax:
 
     @property
     def scaling(self) -> Scaling:
-        """What policies are told of it: the factor alone, where that is all."""
+        """The scaling that policies receive: only the factor without soft cap and sinks."""
         return self.factor if self.plain else self
 
     def scale(self, head_dim: int) -> float:

@@ -1,18 +1,17 @@
 """TurboQuant (Zandieh, Daliri, Hadian, Mirrokni, 2025, arXiv 2504.19874): rotated vectors in 2 to 4 bits a coordinate.
 
 A vector's norm is stored apart, in float16. The rest is a point of the unit sphere. A fixed rotation gives each of its
-coordinates about the same distribution, whose density on [-1, 1] is proportional to (1 - x^2)^((d - 3) / 2) (the
-paper's lemma 1). The Lloyd-Max codebook of that distribution rounds each coordinate by itself (the paper's algorithm
-1).
+coordinates about the same distribution. Its density on [-1, 1] is proportional to (1 - x^2)^((d - 3) / 2) (the paper's
+lemma 1). The Lloyd-Max codebook of that distribution rounds each coordinate by itself (the paper's algorithm 1).
 
-The paper rotates by the Q of a Gaussian matrix. Here, as in engines, random signs and a Hadamard matrix do it. Of a
-head size that is no power of two, the Hadamard matrix has the largest power of two that divides it; the Q of a small
+The paper rotates by the Q of a Gaussian matrix. Here, as in engines, random signs and a Hadamard matrix do it. For a
+head size that is no power of two, the Hadamard matrix has the largest power of two that divides it. The Q of a small
 Gaussian matrix then mixes the blocks. All heads and layers share the rotation.
 
-The variant for inner products (the paper's algorithm 2) spends one of the bits on the residual: the signs of a
-projection of it (QJL), and its norm in float16. Inner products with what is read have no bias. The paper projects by a
-Gaussian matrix; here its Q does it, whose rows are orthogonal. (Signs and a Hadamard matrix would leave a bias, since
-residuals are no Gaussian vectors.)
+The variant for inner products (the paper's algorithm 2) spends one of the bits on the residual. It stores the signs of
+a projection of the residual (QJL), and its norm in float16. Inner products with what is read have no bias. The paper
+projects by a Gaussian matrix; here its Q does it, whose rows are orthogonal. (Signs and a Hadamard matrix would leave a
+bias, since residuals are no Gaussian vectors.)
 
 A rotation is a fixed sequence of sums, no matrix product, so that a vector is read the same in whatever batch it comes.
 """

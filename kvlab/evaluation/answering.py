@@ -124,7 +124,7 @@ def answers(
 ) -> Iterator[dict[str, Any]]:
     """Answer one example with every policy, from one prefill: prediction, tokens, seconds and bytes of each.
 
-    The policies' caches are the rows of batches, which share their steps; `seconds` are those of an answer's own
+    The policies' caches are the rows of batches, which share their steps. `seconds` are those of an answer's own
     compression and its share of the steps.
 
     Args:
@@ -197,7 +197,7 @@ def session_of(lm: LM, system: System, max_new_tokens: int) -> Session:
 def answer_record(
     lm: LM, session: Session, tokens: list[int], prompt_tokens: int, prefill_seconds: float, seconds: float
 ) -> dict[str, Any]:
-    """What is written down of an answer that took `seconds` after the shared prefill."""
+    """The record of an answer that took `seconds` after the shared prefill."""
     return {
         "prediction": lm.decode(tokens) if tokens else "",
         "prompt_tokens": prompt_tokens,

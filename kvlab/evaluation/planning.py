@@ -1,4 +1,4 @@
-"""What an evaluation runs: tasks x policies x budgets, checked before anything is loaded."""
+"""The plan of an evaluation: tasks x policies x budgets, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def require_moment(compress_at: str) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is evaluated: every example of a task with the full cache and with every policy.
+    """The plan of an evaluation: every example of a task with the full cache and with every policy.
 
     Attributes:
         policies: the full cache among them.
         compress_at: "prompt" compresses after the whole prompt (question-aware), "context" before the question comes.
         limit: how many examples; None for all.
-        storages: in what form what each policy keeps is stored.
+        storages: the forms in which each policy's entries are stored.
     """
 
     task: Task
@@ -74,11 +74,11 @@ def plan(
     """A plan from names; the full cache always comes first: as it is, and then in each storage.
 
     Args:
-        storage: in what form what is kept is stored, one or several: every policy runs with each.
+        storage: the form in which kept entries are stored, one or several: every policy runs with each.
 
     Raises:
         KvlabError: an unknown policy or storage, a budget that a policy cannot work with, or no budget for one that
-            needs it, or a policy that sees the response.
+            needs it. Also a policy that sees the response.
     """
     wanted_storages = [storage] if isinstance(storage, str | Storage) else listed(storage, "storages")
     storages = tuple(dict.fromkeys(stored_as(form) for form in wanted_storages))

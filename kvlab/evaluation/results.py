@@ -44,9 +44,10 @@ def table(answers: Sequence[Answer]) -> pd.DataFrame:
 
 
 def metrics(answers: Sequence[Answer]) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
-    """Numbers by name, as `kvlab eval` logs them and claims name them, and the intervals of those that have one:
-    TASK/POLICY/BUDGET/score with its interval, /difference from the full cache with its own, /kv_bytes and /seconds; a
-    storage other than the plain one stands behind the budget.
+    """Compute numbers by name, as `kvlab eval` logs them and claims name them, and their intervals.
+
+    The names are TASK/POLICY/BUDGET/score, /difference from the full cache, /kv_bytes and /seconds. The first two have
+    intervals. A storage other than the plain one follows the budget in the name.
     """
     values: dict[str, float] = {}
     intervals: dict[str, tuple[float, float]] = {}
@@ -63,9 +64,11 @@ def metrics(answers: Sequence[Answer]) -> tuple[dict[str, float], dict[str, tupl
 
 
 def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
-    """One row for each task, policy, budget and storage: the mean score, its paired difference from the full cache (as
-    it is) on the same examples, bytes and seconds. The 95 % intervals of both are over examples; those that share a
-    mark `context` count as one, since questions over one text are not independent.
+    """Build a table with one row for each task, policy, budget and storage.
+
+    It has the mean score, its paired difference from the full cache (as it is) on the same examples, bytes and seconds.
+    The 95 % intervals of both are over examples. Examples that share a mark `context` count as one, since questions
+    over one text are not independent.
 
     Args:
         by: a mark ("kind", "length", "depth") whose values get rows of their own.

@@ -1,7 +1,7 @@
 """A whole evaluation: every answer of a plan, on disk as soon as it is there.
 
 Results are a JSONL file with one line for each example, policy and budget. A run that was cut off goes on where it
-stopped: a line is recognised by its key, and half a line at the end of the file is written again.
+stopped. A line is recognised by its key. Half a line at the end of the file is written again.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class KvlabLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has nothing before it."""
+        """The token before a text that has no context."""
         tokens = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, *sorted(self._ends)
         return next((token for token in tokens if token is not None), 0)
 
@@ -160,8 +160,9 @@ class KvlabLM(TemplateLM):
         return self.tokenizer(text, add_special_tokens=special, verbose=False, **more)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes beside its results: the model, and under "kvlab" what was compressed, how, and what
-        that took: for each task the means of `Held` over its requests (`read_bytes` over those that had a step).
+        """Describe the run in the harness's results: the model, and under "kvlab" the compression and its bytes.
+
+        For each task it has the means of `Held` over its requests (`read_bytes` over those that had a step).
         """
         return {
             "model_num_parameters": self.lm.model.num_parameters(),

@@ -1,6 +1,6 @@
-"""What the harness asks of a model, on a compressed cache: likelihoods and responses.
+"""The harness's requests to a model, on a compressed cache: likelihoods and responses.
 
-Every token whose likelihood counts, or that is generated, is a decoding step of its own, so that a policy that evicts,
+Every token whose likelihood counts, or that is generated, is a decoding step of its own. So a policy that evicts,
 merges or selects at each step does so here as in a response. Each sequence is prefilled and compressed alone; those of
 a batch share the steps (`rows`).
 """

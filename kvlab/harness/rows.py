@@ -1,6 +1,6 @@
 """Sequences on compressed caches, each in a session of its own, that go on as the rows of one batch.
 
-What each holds is counted as it is alone.
+The entries of each are counted as if it ran alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Held:
-    """What the cache held in the end of one request.
+    """The content of the cache at the end of one request.
 
     Attributes:
         prompt_tokens: what was read before the first likelihood or the first generated token.

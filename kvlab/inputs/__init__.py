@@ -1,1 +1,1 @@
-"""What goes in: models, texts, and the pinned packs that carry both."""
+"""Inputs: models, texts, and the pinned packs that contain both."""

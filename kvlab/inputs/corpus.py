@@ -201,7 +201,7 @@ def named(wanted: str | os.PathLike | Iterable[str | os.PathLike]) -> list[str]:
 
 
 def genre(name: str) -> str:
-    """What kind of text a document is, by its name: sotu, squad, chitchat, code, or file for any other."""
+    """The kind of text of a document, by its name: sotu, squad, chitchat, code, or file for any other."""
     prefix = name.partition("/")[0]
     return prefix if prefix in SOURCES else "file"
 

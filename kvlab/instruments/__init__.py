@@ -1,1 +1,1 @@
-"""What is measured: pure measures on tensors, and probes that look while a cache is at work."""
+"""Instruments: pure measures on tensors, and probes that measure during decoding."""

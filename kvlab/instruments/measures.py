@@ -70,7 +70,8 @@ def mass_kept(weights: Tensor, read: Tensor) -> Tensor:
 def mass_lost(weights: Tensor, read: Tensor, sinks: Tensor | None = None) -> Tensor:
     """1 - the attention mass on the positions that are read.
 
-    What learnt sinks take is not lost: it is taken off as well, so that this is the mass on the keys that are not read.
+    The share of learnt sinks is not lost, and is subtracted as well. The result is the mass on the keys that are not
+    read.
 
     Args:
         weights: softmax over all keys that a full cache would hold, `[..., heads, length]`.
@@ -108,10 +109,10 @@ def lost_weights(weights: Tensor, read: Tensor) -> Tensor:
 def concentrated_loss(weights: Tensor, read: Tensor) -> Tensor:
     """Attention mass lost over the square root of the number of tokens that it is lost on: m / sqrt(n).
 
-    With w_i the attention on the i-th key that is not read, m = sum w_i, and n = m^2 / sum w_i^2, the effective number
+    w_i is the attention on the i-th key that is not read, and m = sum w_i. n = m^2 / sum w_i^2 is the effective number
     of tokens (the participation ratio: equal losses on k tokens give k). So it is sqrt(sum w_i^2). A head that loses
-    0.4 on two tokens has 0.28, one that loses 0.6 evenly on 900 has 0.02. Under the square root, not n itself, a token
-    lost besides never lowers the measure, and a loss on one token is worth what it is.
+    0.4 on two tokens has 0.28, one that loses 0.6 evenly on 900 has 0.02. With the square root instead of n, another
+    lost token never lowers the measure. A loss on one token counts in full.
 
     Args:
         weights, read: as `mass_lost`.

@@ -1,8 +1,8 @@
 """Instruments for live runs: what a decoding step loses against the full cache, step by step, layer by layer.
 
 A probe looks at every layer of every decoding step, after attention and before the policy evicts. Some need the
-attention weights (then no fused kernel is used), some what was evicted: a shadow store keeps it on the CPU, only if
-one asks.
+attention weights; then no fused kernel is used. Some need the evicted entries; a shadow store keeps them on the CPU,
+only if a probe asks.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Shadow:
 
 
 class Seen:
-    """One layer at one decoding step, as probes see it; what is costly is computed once, when first asked for.
+    """One layer at one decoding step, as probes see it; costly values are computed once, when first asked for.
 
-    `read`, `output`, `full_weights` and `full_output` lie together: on the CPU in a live run, where the shadow is, and
-    where the trace lies in a replay. `new` is the step's own key and value as the model made them, `[rows, kv_heads, 1,
+    `read`, `output`, `full_weights` and `full_output` share a device: the CPU in a live run, with the shadow, and the
+    trace's device in a replay. `new` is the step's own key and value as the model made them, `[rows, kv_heads, 1,
     head_dim]` each, in a live run.
     """
 
@@ -101,7 +101,7 @@ class Seen:
 
     @cached_property
     def output(self) -> Tensor:
-        """What the step's attention put out, `[rows, heads, head_dim]`."""
+        """The output of the step's attention, `[rows, heads, head_dim]`."""
         return self.step.output[:, :, 0].to(self._device)
 
     @cached_property
@@ -111,7 +111,7 @@ class Seen:
 
     @cached_property
     def sinks(self) -> Tensor | None:
-        """What learnt sinks take of the full cache's attention, `[rows, heads]`; None where there are none."""
+        """The share of learnt sinks in the full cache's attention, `[rows, heads]`; None where there are none."""
         return None if self.softmax.sinks is None else measures.sink_share(self.full_weights)
 
     @cached_property
@@ -121,7 +121,7 @@ class Seen:
 
     @property
     def _whole(self) -> LayerStore:
-        """What a full cache would hold."""
+        """The entries of a full cache."""
         assert self.shadow is not None, "a probe that compares with the full cache says so in needs_shadow"
         return self.shadow.store
 

@@ -1,4 +1,4 @@
-"""What the probes of a run wrote down: numbers by layer, head and step, and the positions that each step read."""
+"""The records of a run's probes: numbers by layer, head and step, and the positions that each step read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Records:
         self._positions: dict[tuple[int, int, int | None, int], Tensor] = {}  # by prompt, sequence, layer and step
 
     def note_entries(self, sequences: list[int], entries: int) -> None:
-        """What the budget came to for these sequences' prompt, in entries for each layer and KV head."""
+        """Record the budget for these sequences' prompt, in entries for each layer and KV head."""
         self._entries = self._entries | dict.fromkeys(sequences, entries)
 
     def start(self, prompt: int) -> None:
@@ -52,7 +52,7 @@ class Records:
         self._rows.append((measure, self._prompt, layer, step, axis, rows, values, self._entries))
 
     def add_positions(self, positions: Tensor, *, step: int, layer: int | None, rows: list[int]) -> None:
-        """What a step read, `[rows, kv_heads, n]`, -1 padded."""
+        """Record the positions that a step read, `[rows, kv_heads, n]`, -1 padded."""
         for row, row_positions in zip(rows, on_cpu(positions), strict=True):
             self._positions[self._prompt, *self._sequence_and_layer(row, layer), step] = row_positions
 
@@ -121,9 +121,11 @@ class Records:
 
     @property
     def reads(self) -> pd.DataFrame:
-        """What each step read, as the probe `positions` wrote it down, one row for each entry: policy, budget, storage,
-        prompt, sequence, layer, kv_head, step, position. Prompts and steps count from 1, the others from 0; a position
-        is that of the entry's token in its sequence, whatever was evicted before it.
+        """The entries that each step read, from the probe `positions`: one row for each entry.
+
+        Columns: policy, budget, storage, prompt, sequence, layer, kv_head, step, position. Prompts and steps count from
+        1, the others from 0. A position is that of the entry's token in its sequence; evictions before it do not change
+        it.
         """
         import pandas as pd
 

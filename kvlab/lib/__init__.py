@@ -1,1 +1,1 @@
-"""What any project needs: files that are written whole or not at all, YAML with line numbers, intervals."""
+"""Tools for any project: files that are written whole or not at all, YAML with line numbers, intervals."""

@@ -57,7 +57,7 @@ def need(*modules: str) -> None:
 
 
 def sentence(module: str | None) -> str | None:
-    """What to install for a module that could not be imported; None for one that is no extra's.
+    """The advice on a module that could not be imported: the extra to install. None for one that is no extra's.
 
     >>> sentence("mlflow.entities")
     "MLflow is not installed: pip install 'kvlab[lab]'"

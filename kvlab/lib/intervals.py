@@ -14,8 +14,8 @@ from scipy import stats
 def interval(values: Iterable[float], confidence: float = 0.95) -> tuple[float, float]:
     """Student's t interval of the mean.
 
-    With the five to twenty documents of a run it covers the mean about as often as it says; a percentile or BCa
-    bootstrap of so few covers it in 83 to 92 of 100 cases (the tests count both).
+    With the five to twenty documents of a run it covers the mean about as often as it says. A percentile or BCa
+    bootstrap of so few covers it in 83 to 92 of 100 cases. The tests count both.
 
     Args:
         values: independent repetitions (documents, trials); with fewer than two the interval is the value itself.

@@ -1,4 +1,4 @@
-"""What somebody gives by name, so that a mistake in it is one sentence."""
+"""Check parameters that a user gives by name: a mistake becomes one sentence."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Parameters(BaseModel):
 
     @classmethod
     def _sentence(cls, problem: Mapping[str, Any]) -> str:
-        """What is wrong with the value of a field, or with several that do not fit together."""
+        """The mistake in the value of a field, or in several that do not fit together."""
         message = problem["msg"].removeprefix("Value error, ")
         if not problem["loc"]:
             return message

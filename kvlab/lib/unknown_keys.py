@@ -1,4 +1,4 @@
-"""What is wrong with a file that does not fit its model, in one sentence: a key that is none comes before all else."""
+"""Describe in one sentence why a file does not fit its model; an unknown key comes first."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """The cache of a live session: one `LayerStore` for each compressed layer and group, and transformers' own cache for
 the layers left alone.
 
-A `DynamicCache` that the caller made becomes a `LiveCache` where it stands, so that what the caller holds is what the
-session fills: its length, its layers and its methods say the truth, inside the session and after it.
+A `DynamicCache` that the caller made becomes a `LiveCache` in place. The session fills the caller's own object. Its
+length, layers and methods are correct inside the session and after it.
 
-Sequences of a batch whose prompts have different lengths (left padding) do not share a store: each group of equal
-length has its own, so that no padding is ever stored and all rows of a store keep in step.
+Sequences of a batch whose prompts have different lengths (left padding) do not share a store. Each group of equal
+length has its own. So no padding is ever stored, and all rows of a store keep in step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Host(Protocol):
-    """What a cache needs to know of the session that it belongs to."""
+    """The parts of a session that its cache reads."""
 
     policy: Policy
 
@@ -68,8 +68,8 @@ class LiveCache(DynamicCache):
     Attributes:
         layers: of the model: a `LiveLayer` where it is compressed, else what transformers keeps.
         compressed: the compressed ones among them, one behind the other.
-        prompt_end: how many tokens there are when the prompt that `generate` was given has been fed; None outside
-            `generate`, where the number of tokens in a forward pass tells.
+        prompt_end: how many tokens there are when the prompt of `generate` has been fed. None outside `generate`; there
+            the number of tokens in a forward pass decides.
         drafting: whether that `generate` may feed several tokens of its response at once.
         from_caller: whether the caller made it, and so may go on with it after the session.
         failed: whether a forward pass or the compression failed half-way, so that its layers may not fit together.
@@ -126,8 +126,8 @@ class LiveCache(DynamicCache):
     def belong(self, session: Host) -> None:
         """Be a cache of this session.
 
-        A session keeps its cache. Were it kept in turn, both would go only when Python next looks for such circles: few
-        and small objects for Python, that may hold all memory of a device.
+        The session refers to its cache, and the cache has only a weak reference back. A circle would live until
+        Python's next collection. These few small objects may hold all memory of a device.
         """
         self._session = ref(session)
         self.model, self.policy = session.model, session.policy
@@ -153,7 +153,7 @@ class LiveCache(DynamicCache):
 
     @property
     def others(self) -> dict[int, Any]:
-        """What transformers keeps for the layers left alone, by their number in the model."""
+        """transformers' caches of the layers left alone, by their number in the model."""
         return {number: self.layers[number] for number in self.layout.others}
 
     def branch(self, session: Host, columns: Sequence[str]) -> LiveCache:
@@ -248,7 +248,7 @@ class LiveCache(DynamicCache):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether the newest tokens can be taken back; not once a policy may have evicted or merged for them."""
+        """Whether the newest tokens can be removed; not once a policy may have evicted or merged for them."""
         # Transformers 5.16 has no such attribute.
         return getattr(super(), "is_croppable", True) and not self._acting
 

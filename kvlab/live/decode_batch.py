@@ -1,7 +1,7 @@
 """Sequences that go on in one batch, each compressed in a session of its own, until each has ended.
 
-A row is what it would be alone, and what it holds is counted in its own session: no padding is stored or read. What the
-batch saves is reading the weights at every step of every row.
+A row is what it would be alone, and what it holds is counted in its own session: no padding is stored or read. The
+batch reads the weights once for each step, not once for each row.
 """
 
 from __future__ import annotations

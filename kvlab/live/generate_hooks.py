@@ -1,7 +1,7 @@
-"""What a session tells and is told when the model's own `generate` is called inside it.
+"""Hooks between a session and the model's own `generate` when it is called inside the session.
 
-`generate` knows where a prompt ends, and a forward pass does not: its last chunk may be a single token, and drafted
-tokens come several at once. So `generate` is wrapped on this one model, not on its class.
+`generate` knows where a prompt ends, and a forward pass does not. A prompt's last chunk may be a single token, and
+drafted tokens come several at once. So `generate` is wrapped on this one model, not on its class.
 """
 
 from __future__ import annotations

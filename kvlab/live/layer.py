@@ -23,7 +23,7 @@ INSIDE = "go on with it inside `with kvlab.compress(...)`"
 
 
 class Holder(Protocol):
-    """What a layer needs to know of its cache."""
+    """The parts of its cache that a layer reads."""
 
     seen: int
     ended: bool
@@ -91,11 +91,11 @@ class LiveLayer(DynamicLayer):
         return store
 
     def stored(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """What transformers has of entries, as a store holds them."""
+        """transformers' entries in a store's layout."""
         return joined(key_states, value_states) if self.latent else (key_states, value_states)
 
     def _shown(self, store: LayerStore) -> tuple[Tensor, Tensor]:
-        """What a store holds, as transformers has it."""
+        """A store's entries in transformers' layout."""
         return parted(store.keys, self.latent) if self.latent else (store.keys, store.values)
 
     # ------------------------------------------------------------------ what transformers' layers tell

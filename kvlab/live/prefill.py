@@ -1,7 +1,7 @@
-"""The end of a prompt in a live session: what the policy is shown of it, and the compression of every layer.
+"""The end of a prompt in a live session: the inputs of the policy, and the compression of every layer.
 
-A policy may ask for pseudo-queries, which a pass of made-up tokens over the stored prompt finds, and it may plan over
-all layers at once.
+A policy may ask for pseudo-queries: a pass of made-up tokens over the stored prompt computes them. It may also plan
+over all layers at once.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Likelihood:
-    """What the model thought of the last tokens that it was fed: negative log-likelihoods `[batch, n]`, in nats."""
+    """The model's negative log-likelihoods of the last tokens that it was fed: `[batch, n]`, in nats."""
 
     def __init__(self):
         self.nll: Tensor | None = None

@@ -1,4 +1,4 @@
-"""What a live session reports: the numbers of its probes, step by step, and what its cache holds."""
+"""The reports of a live session: the numbers of its probes, step by step, and the content of its cache."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Reports:
         self._prompts = 0
 
     def note_entries(self, cache: LiveCache) -> None:
-        """What the budget came to for each sequence of a prompt that has just ended."""
+        """Record the budget in entries for each sequence of a prompt that has just ended."""
         for group in cache.compressed[0].groups:
             if group.store.compressed:
                 self.records.note_entries(group.numbers(cache.batch), group.store.budget)

@@ -1,4 +1,4 @@
-"""What policies that go on from one prefill find out about its prompt, once for all of them."""
+"""Findings about one prompt, computed once for all policies that go on from its prefill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Repeated: TypeAlias = dict[Hashable, list[Tensor]]
 
 
 class Memory:
-    """What has been found out about one prompt by the caches that hold it and nothing else.
+    """Findings about one prompt, from the caches that hold only it.
 
     Whoever wants it sets it: `prefilled.memory = Memory()`. Branches have it in common until their prompts end; a cache
     that is fed, cropped or reordered drops it. What one policy spends is no longer told apart then: the first one that

@@ -1,4 +1,4 @@
-"""What the papers say, as data: claims (YAML), printed figures (CSV), and `judge`, which sets our numbers beside them.
+"""The papers as data: claims (YAML), printed figures (CSV), and `judge`, which compares our numbers with them.
 
 A claim carries two tests. The test of *direction* asks whether the effect has the sign that the paper reports; the test
 of *size* asks whether it is as large. Direction and size passed: "holds". Direction alone: "holds in direction only".

@@ -42,10 +42,10 @@ class Scale(BaseModel):
 
 
 class Phrases(BaseModel):
-    """What a claim's numbers say, in words, for each way that they can come out.
+    """The sentences for a claim's result, one for each way that its numbers can come out.
 
-    Each is one sentence of at most `PHRASE_WORDS` words without numbers of ours: subject first, in the present tense,
-    ending with a full stop. The renderer adds value, interval and unit.
+    Each is one sentence of at most `PHRASE_WORDS` words without numbers of ours. It has its subject first, the present
+    tense, and a full stop. The renderer adds value, interval and unit.
 
     Attributes:
         met: where the test of direction is met.
@@ -73,25 +73,24 @@ class Phrases(BaseModel):
 class Claim(BaseModel):
     """One sentence of a paper that a number can confirm or refute.
 
-    kind: "finding" could come out otherwise; "question" could, too, but is ours: it adds to the paper's sentence what
-    the paper neither says nor shows, and is no finding; "control" checks the measurement itself; "identity" follows
-    from arithmetic and cannot fail unless the code is wrong; "example" is a worked example; "recomputed" works out
-    anew what the paper's own figures and formulas say, and no model runs for it; "timing" is decided by a clock, or by
-    the peak of a process' memory.
-    finding names the finding that this claim is part of: findings of the same two contenders on the same texts, by
-    other measures or at other budgets, share a name and count once.
+    kind: "finding" could come out otherwise. "question" could, too, but it is ours: the paper does not state it, and it
+    is no finding. "control" checks the measurement itself. "identity" follows from arithmetic and fails only if the
+    code is wrong. "example" is a worked example. "recomputed" computes the paper's own figures and formulas again; no
+    model runs for it. "timing" is decided by a clock, or by the peak of a process' memory.
+    finding names the finding that this claim is part of. Claims on the same two contenders and the same texts share a
+    name and count once. Their measures or budgets differ.
     stands_in says which measure replaces the paper's own where that cannot be taken here; empty where it is the same.
-    A finding whose paper prints no number in the unit of that measure tests the direction alone.
+    A finding whose paper prints no number in the unit of that measure tests only the direction.
     stand_in names that measure, if it replaces scores of tasks and is one whose worth is measured (`stand_ins`).
     untested says, of a claim that no experiment here can measure, why not and what would test it.
     figure is the name under which the experiment keeps the picture that shows it.
     phrases say in words what its numbers say.
     profile is the least profile of the experiment that measures it.
     model is the paper's model that its number is of: in a file a name out of the paper's `models`, else their first.
-    lacking says why a run of the experiment may leave metrics out, by the start of their names: a model's shape, or
-    tables that were never learnt. A paper's file says it once for all of its claims.
-    provided is a test that must be met for the numbers to say anything about the claim (a table of what a log teaches
-    means something only if the log holds a signal); where it is not met, the claim is not measured.
+    lacking says why a run of the experiment may leave metrics out, by the start of their names. Reasons are a model's
+    shape, or tables that were never learnt. A paper's file says it once for all of its claims.
+    provided is a test that must be met before the numbers count for the claim. For example, a table learnt from a log
+    needs a log with a signal. Where it is not met, the claim is not measured.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -160,7 +159,7 @@ class Claim(BaseModel):
 
     @property
     def comparable(self) -> bool:
-        """Whether our number may be set beside the paper's: they have the same unit."""
+        """Whether our number may be compared with the paper's: they have the same unit."""
         return not isinstance(self.size, NotCompared)
 
     @property
@@ -170,12 +169,12 @@ class Claim(BaseModel):
 
     @property
     def direction_alone(self) -> bool:
-        """Whether another measure stands in, so that how far it moves says nothing of how far the paper's does."""
+        """Whether the claim has another measure than the paper's: then only its direction counts, not its size."""
         return self.kind in SAMPLED and bool(self.stands_in) and self.paper_value is None
 
     @property
     def fact(self) -> tuple[str, str]:
-        """What it is counted under: its paper, and the finding that it is part of, or else its own id."""
+        """The key that it is counted under: its paper, and its finding or else its own id."""
         return self.paper, self.finding or self.id
 
     @property
@@ -203,10 +202,9 @@ class Paper(BaseModel):
         title: by default that of the paper that kvlab knows by this name.
         says: what the paper claims, in one sentence of ours.
         models: name -> number of parameters of those that the quoted numbers are of, the main one first.
-        replaces: in a workspace, that the file stands in the place of kvlab's own of that name, as a copy to work on
-            does.
-        quoted: the findings that people quote, by their names (a claim's id where it is a finding of its own); their
-            verdicts are those that `kvlab stability` measures again with other seeds and other texts.
+        replaces: whether a workspace's file replaces kvlab's own file of that name, as a copy to work on does.
+        quoted: the findings that people quote, by their names (a claim's id where it is a finding of its own). `kvlab
+            stability` measures their verdicts again with other seeds and other texts.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -248,11 +246,11 @@ class Paper(BaseModel):
 
 
 class Verdict(BaseModel):
-    """What our numbers say to a claim: value with interval (None where absent), verdict, and the comparison made.
+    """The verdict of our numbers on a claim: value with interval (None where absent), verdict, and the comparison made.
 
     genre_low, genre_high: the interval whose unit is the genre, where there are three genres and more.
-    power: of an undecided claim with a number of the paper that ours can be compared with, whether an effect as large
-    would have been seen.
+    power: whether an effect as large as the paper's would have been seen. Only an undecided claim with a comparable
+    number of the paper has it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -281,8 +279,10 @@ class Verdict(BaseModel):
 
 
 def load_file(path: str | Path) -> Paper:
-    """A paper's claims from a YAML file; `paper`, `experiment` and `lacking` of a claim default to those of the file,
-    `model` to the first of its `models`, and `title` to that of the paper that kvlab knows by its name.
+    """Load a paper's claims from a YAML file.
+
+    `paper`, `experiment` and `lacking` of a claim default to those of the file, `model` to the first of its `models`.
+    `title` defaults to that of the paper that kvlab knows by its name.
 
     Raises KvlabError, in one sentence, for YAML that does not parse, unknown keys and missing tests.
     """

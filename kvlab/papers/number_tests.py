@@ -1,6 +1,6 @@
 """Tests of one number, each a small model with a `kind`. `conditions` has all that a claim may state.
 
-`check` takes the values alone and returns (passed, what was compared); `standing` takes their intervals, too, and says
+`check` takes only the values and returns (passed, what was compared). `standing` also takes their intervals, and says
 whether the test is met or missed throughout them, or open.
 """
 
@@ -64,7 +64,7 @@ class Test(BaseModel):
         raise NotImplementedError
 
     def standing(self, own: str, value_of: Lookup, paper_value: float | None) -> Judged:
-        """What the numbers with their intervals say, and where they leave the test open."""
+        """Compare the numbers with their intervals, and say where the test stays open."""
         return Standing.of(self.check(own, value_of, paper_value)[0]), []
 
 
@@ -121,8 +121,8 @@ class Within(Test):
 class PrintsAs(Test):
     """Prints as `to` (the paper's value if absent) does with so many `decimals`: what the same arithmetic must give.
 
-    `inputs` is how far the rounding of the printed numbers that went in may move ours: a number, or the metric that an
-    analysis works it out as.
+    `inputs` is how far the rounding of the printed inputs may move our number. It is a number, or the metric of an
+    analysis that computes it.
     """
 
     kind: Literal["prints_as"]

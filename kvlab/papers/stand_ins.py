@@ -1,4 +1,4 @@
-"""What a verdict is worth that rests on a stand-in: a measure in place of the scores of tasks that a paper gives.
+"""The worth of a verdict from a stand-in: a measure that replaces the paper's scores of tasks.
 
 The rule is in docs/claims.md, *Weak stand-ins*.
 """
@@ -65,8 +65,8 @@ Predictions = Mapping[tuple[str, str], Prediction]
 
 
 def outcome_of(stand_in: str) -> str:
-    """What the rule correlates a stand-in with: the likelihood of the right answer, which has no ties; that itself is
-    correlated with the share of the answer that comes out right.
+    """The outcome that the rule correlates a stand-in with: the likelihood of the right answer, which has no ties; that
+    itself is correlated with the share of the answer that comes out right.
     """
     return "right" if stand_in == "likelihood" else "answer"
 

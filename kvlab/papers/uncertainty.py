@@ -11,7 +11,7 @@ Lookup = Callable[[str], float]
 
 
 class Standing(Enum):
-    """What numbers with intervals say to a test: met or missed throughout, or open, as both occur."""
+    """The outcome of a test on numbers with intervals: met or missed throughout, or open, as both occur."""
 
     MET = "met"
     MISSED = "missed"
@@ -77,8 +77,9 @@ def spread(name: str, value_of: Lookup) -> bool:
 def against(name: str, other: str | None, value_of: Lookup, factor: float = 1.0) -> tuple[float, float]:
     """The interval of a metric, widened by that of `factor` times another one which it is compared with.
 
-    It covers a point as often as the interval of their difference covers 0, if the two are independent (Zou and Donner
-    2008, "Construction of confidence limits about effect measures"); on the same documents mostly more often.
+    For two independent metrics it covers a point as often as the interval of their difference covers 0. On the same
+    documents it mostly covers a point more often. Source: Zou and Donner 2008, "Construction of confidence limits about
+    effect measures".
     """
     value, (low, high) = value_of(name), ends(name, value_of)
     if other is None:

@@ -1,4 +1,4 @@
-"""The judge: our numbers beside a claim."""
+"""The judge: compare our numbers with a claim."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ def judge(
     """The verdict on `claim` from measured numbers.
 
     metrics: name -> value; intervals: name -> (low, high), else taken from the metrics NAME/low and NAME/high. A number
-    that is not finite counts as missing. Where an interval contains the point at which the direction turns, the verdict
-    is "undecided", and so it is where two sides were equal in all repetitions. Without an interval it rests on the
-    value, and says so; a timing is undecided then. What is recomputed either holds or fails. Where what a claim is
-    `provided` with is not given, it is "not measured"; so it is where numbers are missing, and of a claim that only the
-    full profile measures the comparison says so. Of other numbers that a run left out, the comparison gives the reason
-    that the claim knows (`lacking`).
+    that is not finite counts as missing. The verdict is "undecided" where an interval contains the point at which the
+    direction turns. It is also "undecided" where two sides were equal in all repetitions. Without an interval it rests
+    on the value, and says so; a timing is undecided then. A recomputed claim either holds or fails. The verdict is "not
+    measured" where the test `provided` is not met, or where numbers are missing. For a claim that only the full profile
+    measures, the comparison says so. Of other numbers that a run left out, it gives the claim's reason (`lacking`).
     """
     ranges = {
         f"{name}/{end}": number
@@ -152,7 +151,7 @@ def _clustered(claim: Claim, known: Mapping[str, float]) -> str:
 
 
 def _genres(claim: Claim, known: Mapping[str, float]) -> str:
-    """What is said where kinds of text differ by more than the effect itself; empty where they do not."""
+    """The remark where kinds of text differ by more than the effect itself; empty where they do not."""
     for name, turn in claim.direction.turns(claim.metric):
         start = f"{name}/{GENRE}/"
         means = {metric.removeprefix(start): value for metric, value in known.items() if metric.startswith(start)}

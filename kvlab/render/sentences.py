@@ -13,7 +13,7 @@ WORTH = "; the stand-in is weak"
 
 
 def sentence(claim: papers.Claim, verdict: papers.Verdict, weak: bool = False) -> str:
-    """What our numbers say to a claim: `SnapKV loses less than H2O: 0.035 (0.023 to 0.047); the paper prints 0.04.`
+    """Say a claim's result: `SnapKV loses less than H2O: 0.035 (0.023 to 0.047); the paper prints 0.04.`
 
     A claim without phrases gives its summary, with the verdict before it; so does a recomputed one that fails. One that
     was not measured gives the reason.
@@ -86,7 +86,7 @@ def _ours(claim: papers.Claim, verdict: papers.Verdict) -> str:
 
 
 def _papers(claim: papers.Claim) -> str:
-    """What the paper prints, if ours has the same unit."""
+    """The paper's printed value, if ours has the same unit."""
     if claim.paper_value is None or not claim.comparable:
         return ""
     return f"; the paper prints {claim.paper_value:.6g}".replace("-", "−")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """What is replayed, and what its decoding steps came to so far, where the trace lies: see `Replay`."""
+    """The replayed policy, and the results of its decoding steps so far, on the trace's device: see `Replay`."""
 
     trace: Trace
     policy: Policy

@@ -1,4 +1,4 @@
-"""What the full cache does on a trace: computed once, compared with by every policy."""
+"""The full cache on a trace: computed once, and the reference of every policy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CACHE_BYTES = 2 * 2**30
 
 
 class Reference:
-    """What the full cache does on a trace: computed once, compared with by every policy. `layer` is a place among the
+    """The full cache on a trace: computed once, and the reference of every policy. `layer` is a place among the
     recorded layers.
     """
 
@@ -102,7 +102,7 @@ class Reference:
 
     @cached_property
     def sinks(self) -> Tensor | None:
-        """What learnt sinks take of the attention, `[layers, heads, steps]`; None where the model has none."""
+        """The share of learnt sinks in the attention, `[layers, heads, steps]`; None where the model has none."""
         if self.trace.sinks is None:
             return None
         return torch.stack([measures.sink_share(self.weights(layer)) for layer in range(self.trace.n_layers)])

@@ -1,4 +1,4 @@
-"""What came out of one policy over one trace: what it would keep, read and lose at every step."""
+"""The result of one policy over one trace: the entries that it would keep, read and lose at every step."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class Replay:
-    """What came out of one policy over one trace; it lies on the CPU.
+    """The result of one policy over one trace; its tensors are on the CPU.
 
     Attributes:
-        trace, policy, storage, probes: what was replayed. Layers in tensors are those that the trace holds, one behind
-            the other; in tables, and wherever a layer is asked for, they have their numbers in the model.
+        trace, policy, storage, probes: what was replayed. Tensors have the trace's layers, one behind the other. Tables
+            and parameters give a layer's number in the model.
         budget: entries for each layer and KV head that the policy's budget came to.
-        entries: what a policy that evicts once, after the prefill, or that has no budget, has kept by then, on average
-            over layers and KV heads; of others the budget.
+        entries: entries kept after the prefill, on average over layers and KV heads. This is for a policy that evicts
+            only then, or has no budget; for others it is the budget.
         k: the size of the top that the recalls ask for.
         raised: whether a fractional budget had to be raised to what the method needs.
         records: numbers of the probes.
@@ -135,7 +135,7 @@ class Replay:
 
     @property
     def measures(self) -> list[str]:
-        """What was measured, by name."""
+        """The names of the measures."""
         return [*AXES, *(SINKS if self.sink_share is not None else ())]
 
     @property
@@ -164,8 +164,10 @@ class Replay:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """Tidy: policy, budget, entries (kept, or what the budget came to), storage, layer, kv_head, head, step,
-        measure, value; what is not of one head has none.
+        """Build a tidy table with one row for each value of a measure.
+
+        Columns: policy, budget, entries (kept, or those of the budget), storage, layer, kv_head, head, step, measure,
+        value. A value that is not of one head has none.
         """
         import pandas as pd
 

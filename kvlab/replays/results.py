@@ -77,12 +77,12 @@ class Replays(Sequence[Replay]):
     def summary(self) -> pd.DataFrame:
         """One row for each policy, budget, storage and trace; it prints as many columns as fit into the terminal.
 
-        Columns: policy, budget, entries (kept, or what the budget came to), recall, mass_lost, output_error,
-        stored_bytes, read_bytes, window_recall, step_recall, storage (right behind the entries where it is not the
-        plain one everywhere), raised (to what the method needs), document, trace and signature. sink_share is there
-        where a model has learnt sinks, and uncompressed_bytes where layers are left alone: what these held at the end.
-        Beside `random` and an oracle of the same budget, mass_gap_closed and error_gap_closed say how much of the way
-        from the one to the other a policy goes.
+        Columns: policy, budget, entries (kept, or those of the budget), recall, mass_lost, output_error, stored_bytes,
+        read_bytes, window_recall, step_recall, storage, raised, document, trace and signature. storage comes right
+        after entries where it is not the plain one everywhere. raised: the budget was raised to the method's least. A
+        model with learnt sinks adds sink_share. Layers left alone add uncompressed_bytes, their bytes at the end.
+        `random` and an oracle of the same budget add mass_gap_closed and error_gap_closed. These are the share of the
+        way from `random` to the oracle.
         """
         from kvlab.replays.summaries import Summary
 

@@ -1,4 +1,4 @@
-"""What it costs to read some of the recorded entries: many steps of a layer at once, from what the full cache does."""
+"""Compute the loss of reading some of the recorded entries: many steps of a layer at once, from the full cache."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Reading:
 
 
 def readings(steps: slice, sets: list[Tensor], length: int) -> Iterator[Reading]:
-    """What these steps read, layer by layer, from the positions `[layers, sets, n]` that each reads, -1 padded."""
+    """The entries that these steps read, layer by layer, from the positions `[layers, sets, n]` of each, -1 padded."""
     layers, heads, _ = sets[0].shape
     # As many layers at once as leave memory small, however long the trace is.
     some = max(1, AT_ONCE // (heads * len(sets) * length))
@@ -134,8 +134,8 @@ def similar_runs(steps: list[int], sizes: list[int]) -> list[slice]:
 
 @dataclass
 class Losses:
-    """What the steps of one layer lose, `mass` of the attention and `error` of the output `[heads, steps]`; and their
-    `recall`, `[kv_heads, steps]`.
+    """The losses of the steps of one layer, `mass` of the attention and `error` of the output `[heads, steps]`; and
+    their `recall`, `[kv_heads, steps]`.
     """
 
     mass: Tensor

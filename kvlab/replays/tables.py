@@ -1,4 +1,4 @@
-"""What a replay measures, by the axes of each measure, and its numbers as rows of a tidy table."""
+"""The measures of a replay, by their axes, and its numbers as rows of a tidy table."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """How near a prediction comes to one reference answer, from the two texts alone: LongBench's metrics, in [0, 1] each.
 
-What LongBench's published numbers rest on is kept, oddities included, since a score is there to be compared with them;
-each oddity is named where it stands (Bai et al., 2023, LongBench, table 1 and the authors' published scripts).
-Chinese is cut into words by jieba, and ROUGE-L comes from the `rouge` package, because LongBench's numbers do.
+The metrics follow those of LongBench's published numbers, oddities included, so that scores compare with them. The code
+names each oddity (Bai et al., 2023, LongBench, table 1 and the authors' published scripts). Chinese is cut into words
+by jieba, and ROUGE-L comes from the `rouge` package, because LongBench's numbers do.
 """
 
 from __future__ import annotations

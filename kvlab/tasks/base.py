@@ -1,4 +1,4 @@
-"""What a task is: it makes examples, seeded and of a wanted length for a model's own tokenizer, and scores answers."""
+"""The base of a task: it makes examples, seeded and of a wanted length for a model's tokenizer, and scores answers."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def answer_of(fields: dict[str, Any]) -> str:
 
 
 def boxed(text: str) -> str:
-    """What the last \\boxed{} of a text holds, empty where there is none.
+    """The content of the last \\boxed{} of a text, empty where there is none.
 
     >>> boxed("so $\\\\boxed{\\\\frac{1}{2}}$.")
     '\\\\frac{1}{2}'

@@ -1,6 +1,6 @@
-"""What LongBench's 21 tasks ask for, around a record's context and input.
+"""The prompts of LongBench's 21 tasks, around a record's context and input.
 
-The questions, the places of context and input and the cue for the answer are the benchmark's; so are the words that its
+The questions, the order of context and input and the cue for the answer are the benchmark's. So are the words that its
 metrics look for ("unanswerable", "Paragraph N", "段落N"). The sentences are our own. So scores compare with each other,
 but with published ones only as far as the wording does not matter to a model. A record with a whole `prompt` of its own
 is asked with that.

@@ -1,4 +1,4 @@
-"""What the short prompts of longgen are about: openings and plans of LongGenBench's four kinds, our own words."""
+"""The topics of longgen's short prompts: openings and plans of LongGenBench's four kinds, in our own words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the makers of examples share: lengths that fit a tokenizer, an even choice of cells, and words to draw from."""
+"""Shared parts of example makers: lengths that fit a tokenizer, an even choice of cells, and words to draw from."""
 
 from __future__ import annotations
 

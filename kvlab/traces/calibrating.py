@@ -1,4 +1,4 @@
-"""What storage learns of a model: means and principal components of keys and values on calibration texts."""
+"""Calibrate storage on a model: means and principal components of keys and values on calibration texts."""
 
 from __future__ import annotations
 

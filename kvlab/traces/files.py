@@ -1,4 +1,4 @@
-"""What stands around a trace's tensors in its file: a checksum of all bytes, and the layers that they are of."""
+"""The header of a trace's file: a checksum of all bytes, and the layers of the tensors."""
 
 from __future__ import annotations
 

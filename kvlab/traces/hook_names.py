@@ -1,4 +1,4 @@
-"""What a `Trace` holds under the names that TransformerLens has for its hooks."""
+"""The tensors of a `Trace` by TransformerLens' names of hooks."""
 
 from __future__ import annotations
 

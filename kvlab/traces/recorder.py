@@ -1,4 +1,4 @@
-"""What one model's attention sees while it prefills and decodes, written where the trace will have it."""
+"""Record the inputs of a model's attention during prefill and decode, directly into the trace's tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def shapes(lm: LM, plan: Recording) -> Shapes:
-    """What a capture records that grows with the prompt, by name: shapes and types."""
+    """The recorded tensors that grow with the prompt, by name: shapes and types."""
     modules, configured = hookable.layers_of(lm.model), geometry(lm.model.config)
     heads = configured.heads
     groups = None if hookable.is_latent(modules[0]) else getattr(modules[0], "num_key_value_groups", None)
@@ -112,8 +112,8 @@ class Recorder:
 
     @property
     def chosen(self) -> Tensor | None:
-        """What a sparse indexer has chosen at each step of the response, `[layers, steps, k]`, -1 padded; None before
-        the first step, and where the model has no indexer.
+        """The positions that a sparse indexer has chosen at each step of the response, `[layers, steps, k]`, -1 padded;
+        None before the first step, and where the model has no indexer.
         """
         if not self._chosen:
             return None
@@ -122,7 +122,7 @@ class Recorder:
 
     @property
     def uncompressed_bytes(self) -> int:
-        """What the layers left alone hold now."""
+        """The present bytes of the layers left alone."""
         return sum(map(layer_bytes, self.cache.others.values()))
 
     @property

@@ -1,4 +1,4 @@
-"""What one capture is asked for, checked before anything runs: its prompt as token ids, and what it records."""
+"""The request of one capture, checked before anything runs: its prompt as token ids, and what it records."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NLL_TOKENS = 256
 
 
 class Options(TypedDict, total=False):
-    """What `capture` can be told by name; it says there what each means."""
+    """The named options of `capture`, which documents each."""
 
     chat: str | bool
     queries: str | None
@@ -58,7 +58,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What one capture runs and records: with the weights and the code, all that its numbers depend on.
+    """The settings of one capture: with the weights and the code, all that its numbers depend on.
 
     Attributes:
         ids: int64 `[prompt]`.
@@ -113,7 +113,7 @@ def planned(
     response: Tensor | Sequence[int] | None,
     chunk: int | None,
 ) -> Recording:
-    """What `capture` does with these arguments, checked; nothing runs. Raises KvlabError as `capture` does."""
+    """Plan a `capture` with these arguments, checked; nothing runs. Raises KvlabError as `capture` does."""
     hookable.check_one_device(lm.model)
     new_tokens, window = whole("new_tokens", new_tokens), whole("window", window)
     if new_tokens < 0 or window < 0:
@@ -264,7 +264,7 @@ def _roomy(method: Policy | str) -> Policy:
 
 
 def encoder(lm: LM) -> Callable[[str], Tensor]:
-    """What makes pseudo-tokens `[tokens]` of a text."""
+    """The function that makes pseudo-tokens `[tokens]` of a text."""
 
     def encode(text: str) -> Tensor:
         tokenizer = lm.require_tokenizer("pseudo-tokens cannot be made from a sentence")

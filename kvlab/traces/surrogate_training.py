@@ -89,7 +89,7 @@ def train(
 
 
 def observed(lm: LM, text: Document) -> tuple[Tensor, Tensor]:
-    """What a surrogate is trained on, of one text: hidden states `[layers, n, width]` that enter each layer's
+    """The training data of a surrogate from one text: hidden states `[layers, n, width]` that enter each layer's
     attention, and log KVzip+ scores `[layers, kv_heads, n]`.
     """
     trace = capture(lm, text, 0, pseudo=(), policies=[TARGET, KVzap(budget=1.0)], progress=False)

@@ -1,4 +1,4 @@
-"""What attention saw of one prompt and its response, as tensors and as a file."""
+"""Attention's queries, keys and values of one prompt and its response, as tensors and as a file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Keep = Literal["device", "cpu", "pinned"]
 
 @dataclass(eq=False)
 class Trace:
-    """What attention saw of one prompt and its response: all on one device, but for `ids`, which are on the CPU.
+    """Attention's queries, keys and values of one prompt and its response: all on one device, only `ids` on the CPU.
 
     `layers` below are those that policies compress, one behind the other; `layout` tells which of the model's they are.
 
@@ -61,13 +61,14 @@ class Trace:
         model_projections: the output projections as the model's own weights, while this process has them in memory. No
             file keeps them; None for a trace from elsewhere.
         repeated: `[layers, kv_heads, prompt]`, scores of passes that repeat the prompt, by the key of each repetition.
-        rotations: how each layer turns queries and keys by their positions; None of one that does it in a way unknown
-            to kvlab, and for all of a trace from elsewhere.
+        rotations: how each layer turns queries and keys by their positions. None for a layer whose way kvlab does not
+            know, and for all layers of a trace from elsewhere.
         layout: the layers of the model, all of them; None (at first) stands for a model whose layers are all recorded.
         latent: of latent attention, the channels of a key's rotary part. The value lies behind it; `values` repeat it
             with zeros in front. 0 where keys and values are apart.
-        chosen: int64 `[layers, steps, k]`, positions that a sparse indexer of the model chose at each step of the
-            response, ascending, -1 padded; None where the model has no indexer. `indexer` is that choice as a policy.
+        chosen: int64 `[layers, steps, k]`, positions that the model's sparse indexer chose at each step of the
+            response. They are ascending, -1 padded. None where the model has no indexer. `indexer` is that choice as a
+            policy.
         meta: model, document, chat, seed and versions, as they go into a signature.
     """
 
@@ -177,7 +178,7 @@ class Trace:
 
     @property
     def softmax(self) -> Softmax:
-        """What the model makes of the products in the recorded layers, which are its rows."""
+        """The model's softmax in the recorded layers, which are its rows."""
         return Softmax(self.scaling, self.softcap, self.sinks)
 
     @property
@@ -195,7 +196,7 @@ class Trace:
 
     @property
     def steps(self) -> int:
-        """Decoding steps: the t-th decoding query stands at position prompt_length + t - 1."""
+        """Decoding steps: the t-th decoding query has position prompt_length + t - 1."""
         return self.length - self.prompt_length
 
     @property
@@ -249,9 +250,9 @@ class Trace:
     def named(self, name: str, head: int | None = None, step: int | None = None) -> Tensor:
         """A tensor of one layer by TransformerLens' name of it, such as `blocks.3.attn.hook_pattern`, without a batch.
 
-        Vectors are `[tokens, heads, head_dim]`, attention and its logits `[heads, queries, keys]`; all that comes of
-        queries covers the last n tokens, as `queries` does. A head (of keys and values a KV head) and a step leave out
-        their dimension; step t, from 1, is that of the token at position prompt_length + t - 1.
+        Vectors are `[tokens, heads, head_dim]`, attention and its logits `[heads, queries, keys]`. Those of queries
+        cover the last n tokens, as `queries` does. A head (of keys and values a KV head) and a step leave out their
+        dimension. Step t, from 1, is that of the token at position prompt_length + t - 1.
 
         Raises:
             KvlabError: no such name, layer, head or step, or one that this trace did not record.
@@ -260,7 +261,7 @@ class Trace:
 
     @property
     def indexer(self) -> IndexerReads:
-        """What the model's sparse indexer reads at each step, as a policy to replay beside others on this trace.
+        """The entries that the model's sparse indexer reads at each step, as a policy to replay on this trace.
 
         Raises:
             KvlabError: no indexer, or no step of a response.
@@ -273,7 +274,7 @@ class Trace:
         return IndexerReads(budget=self.chosen.shape[-1], reads=self.chosen)
 
     def share(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """What `compute` gives, computed once for all that look at this trace, and kept as long as it."""
+        """Return `compute()`, computed once for all that read this trace, and cached as long as the trace lives."""
         if key not in self._shared:
             self._shared[key] = compute()
         return self._shared[key]
@@ -294,7 +295,7 @@ class Trace:
 
     @property
     def uncompressed_bytes(self) -> int:
-        """What the layers that are not recorded held at the end, in a cache of one sequence; 0 where there are none."""
+        """Bytes at the end of the layers that are not recorded, in a cache of one sequence; 0 where there are none."""
         return self.meta.get("uncompressed_bytes", 0)
 
     def __repr__(self) -> str:
@@ -344,7 +345,7 @@ class Trace:
         return {key: tensor for key, tensor in named.items() if tensor is not None}
 
     def described(self) -> dict[str, str]:
-        """What stands beside the tensors in the header of a file, with blanks for the checksum."""
+        """The metadata in the header of a file, with blanks for the checksum."""
         header = {"format": FORMAT, "prompt_length": self.prompt_length, "scaling": self.scaling, "meta": self.meta}
         if self.rotations is not None:
             header |= {"rotations": [None if turn is None else asdict(turn) for turn in self.rotations]}
@@ -368,11 +369,10 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> Trace:
-        """Read what `save` wrote, from whatever device, onto `device`, and hold it against its checksum: a byte that is
-        not what was written is an error.
+        """Read a file of `save`, from any device, onto `device`, and compare its checksum: a changed byte is an error.
 
-        The file is read through once in small pieces, in about half a second for 300 MB on one core; the tensors are
-        mapped from it, so that memory holds them once. Files of before there were checksums are read unchecked.
+        The whole file is read once in small pieces, in about half a second for 300 MB on one core. The tensors are
+        mapped from it, and memory has them once. Files from before checksums are read unchecked.
 
         Raises:
             KvlabError: no such file, a damaged one, one that is no trace, or no such device here.

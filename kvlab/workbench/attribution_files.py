@@ -1,4 +1,4 @@
-"""What `kvlab attribute` leaves in a folder: tables, a figure and a page."""
+"""The files of `kvlab attribute`: tables, a figure and a page."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def model() -> Finding:
 
 
 def models() -> Finding:
-    """What of models lies in the cache, what pulls that were cut off have left included."""
+    """The cached files of models, with those of pulls that were cut off."""
     from kvlab.inputs.models import cached
     from kvlab.inputs.packs import gigabytes, home
 

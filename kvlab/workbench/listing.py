@@ -1,4 +1,4 @@
-"""What `kvlab list` shows: objects with at least a name and a summary."""
+"""The objects that `kvlab list` shows: each has at least a name and a summary."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _models() -> list[dict[str, Any]]:
 
 
 def _cache(cached: CachedModel | None) -> dict[str, Any]:
-    """What lies in the cache of a model: its state in words, bytes and folder."""
+    """A model's state in the cache: in words, bytes and folder."""
     return {
         "cached": cached and cached.about,
         "cached_bytes": cached.size if cached else 0,

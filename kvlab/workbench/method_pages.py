@@ -83,7 +83,7 @@ def defaults(method: type[Policy], names: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What was measured, for all pages.
+    """The measurements for all pages.
 
     Attributes:
         model: its signature.
@@ -158,7 +158,7 @@ def _table(heading: str, rows: Sequence[str]) -> str:
 
 
 def _caption(portrait: Portrait, settings: Settings) -> str:
-    """What the picture shows, in words."""
+    """Describe the picture in words."""
     parts = [
         f"The start of `{portrait.document}` with a request to summarise it, {portrait.prompt:,} tokens.",
         "Above each map of tokens: its mean over layers. At its side: the mean number of tokens of a KV head, with a "
@@ -172,7 +172,7 @@ def _caption(portrait: Portrait, settings: Settings) -> str:
 
 
 def _of_selection(method: type[Policy]) -> str:
-    """What is said of a table in which a method's recall tells little."""
+    """The remark on a table in which a method's recall says little."""
     if method.kind != "selection":
         return ""
     return " Recall counts the entries stored at the end of the prompt; the mass lost counts what a selection misses."

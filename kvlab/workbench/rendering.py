@@ -1,8 +1,8 @@
 """`kvlab render`: the figures and sentences of a finished run, made again from its findings without measuring.
 
-The notebook says how: statements such as `run.record("lead", found, figure=draw.lead(found))` run again with the
-findings that the run saved, and the sentences on claims follow from its metrics. A figure whose notebook code needs a
-model stays as it is.
+The notebook has the code: statements such as `run.record("lead", found, figure=draw.lead(found))` run again with the
+saved findings. The sentences on claims follow from the run's metrics. A figure whose notebook code needs a model stays
+as it is.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PACKAGE = "kvlab"
 
 @dataclass
 class Rendered:
-    """What was made again for one run: the names of its figures and texts, and why others stay as they are."""
+    """The files made again for one run: the names of its figures and texts, and why others stay as they are."""
 
     made: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
@@ -119,7 +119,7 @@ def render(connection: RetryingClient, run: Run) -> Rendered:
 
 
 def _shown(path: Path, run: Run, load: Load, rendered: Rendered) -> dict[str, Shown]:
-    """What the notebook records, by name, without the sentences on claims."""
+    """The records of the notebook, by name, without the sentences on claims."""
     found: dict[str, Shown] = {}
     names: dict[str, Any] = {PACKAGE: _Package()} | _parameters(path, run)
     statements = list(_statements(path))

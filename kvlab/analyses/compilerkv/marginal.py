@@ -75,7 +75,7 @@ def _mean_over_spread(changes: np.ndarray) -> float:
 
 
 def held_out(traces: Sequence[Trace], tables: Mapping[int, DecisionTables]) -> Findings:
-    """What weights are worth on prompts that they were not learnt from, in the same format: attention kept.
+    """Measure the attention kept by weights on prompts that they were not learnt from, in the same format.
 
     Args:
         tables: by the budget that they were learnt for.

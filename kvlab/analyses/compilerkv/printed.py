@@ -1,6 +1,4 @@
-"""What CompilerKV's printed tables, and the files in its authors' repository, say when they are added up again; no
-model runs.
-"""
+"""Add up CompilerKV's printed tables and the files in its authors' repository again; no model runs."""
 
 from __future__ import annotations
 
@@ -217,7 +215,7 @@ def wrong_averages(checked: Findings) -> pd.DataFrame:
 
 
 def in_words(checked: Findings) -> str:
-    """What `checks` found, for a reader: the wrong averages, and the numbers of the text."""
+    """Describe the result of `checks` in words: the wrong averages, and the numbers of the text."""
     lines = [
         "Printed averages that differ from their rows' by more than rounding:",
         wrong_averages(checked).round(2).to_string(index=False),

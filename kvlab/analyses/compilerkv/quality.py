@@ -1,12 +1,12 @@
 """CompilerKV, section 5: budgets (figure 2) and competitors (table 1) by what replays lose.
 
-LongBench's scores need models of 7 or 8 billion parameters. Two measures stand in for a score: the share of the
-response's attention that falls on stored entries (1 - mass lost), and the recall of the tokens that the response
-attends to most. "The paper's share" of a prompt is the share that 512 entries are of LongBench's mean prompt.
+LongBench's scores need models of 7 or 8 billion parameters. Two measures replace a score. One is the share of the
+response's attention on stored entries (1 - mass lost). The other is the recall of the tokens that the response attends
+to most. "The paper's share" of a prompt is the share that 512 entries are of LongBench's mean prompt.
 
 All sets fill their budget, so that all methods store the same; appendix B.1 says that tight budgets are always filled.
 Thresholds have no effect then, and of what was learnt the weights of heads alone decide. A twin with SnapKV's pooling
-and kept window tells what the utility does from what these two do, and the authors' code stands beside it.
+and kept window separates their effect from that of the utility. The authors' code is compared, too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """DapQ, section 3: is it the position or the content that SnapKV's window lacks?
 
 Table 1 puts the content right or wrong, and the position right or thousands of tokens off. SnapKV's window is 32 tokens
-off, and its content is the prompt's last tokens. So here the same tokens stand at L (where the response will be) and at
-L - 32; and since queries of any content have much in common, cosines are also taken without their common mean.
+off, and its content is the prompt's last tokens. So here the same tokens have positions from L (where the response will
+be) and from L - 32. Queries of any content have much in common; cosines are also computed without their common mean.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def contender(name: str, budget: int) -> Policy:
 
 
 def against_drafts(lm: LM, traces: Sequence[Trace], budgets: Sequence[int] = (64, 128, 256)) -> Findings:
-    """What DapQ, LAQ++, its draft alone and SnapKV keep; the draft sees as many entries as the budget has.
+    """Compare the entries kept by DapQ, LAQ++, its draft and SnapKV; the draft sees as many entries as the budget has.
 
     Args:
         traces: with greedy responses, whose first token begins the draft.

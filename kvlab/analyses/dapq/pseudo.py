@@ -1,7 +1,7 @@
 """DapQ, section 6 and figure 6: what should the pseudo-queries say, and how many should there be?
 
-The paper judges by LongBench scores of an 8B model; here the same pseudo-queries are judged by the recall of the tokens
-that they keep and by the attention mass lost with the others.
+The paper judges by LongBench scores of an 8B model. Here two measures judge the same pseudo-queries: the recall of the
+tokens that they keep, and the attention mass lost with the others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""MorphKV, section 6.2: does a larger window of recent tokens keep a fact that was told early and is asked for late?
+"""MorphKV, section 6.2: does a larger window of recent tokens keep an early fact for a late question?
 
 The paper's example is the 96th floor of a building, whose instructions stood in the prompt. Here a short prompt tells a
-code, a document goes on for many times the capacity, and then the code is asked for. What is measured is how much less
-likely the right code is than under the full cache, and how much of it is still stored when the question begins.
+code, a document goes on for many times the capacity, and then the code is asked for. One measure is how much less
+likely the right code is than under the full cache. The other is how much of the code is still stored when the question
+begins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""MorphKV's headlines beside its own figures: memory from the printed bars, figures 2b and 9, tables 1, 2, 4, 6 and 7.
+"""MorphKV's headlines against its own figures: memory from the printed bars, figures 2b and 9, tables 1, 2, 4, 6 and 7.
 
-No model runs for any of it: each number follows from what the paper prints, or from a stated setting and the published
-shape of a model.
+No model runs. Each number follows from the paper's printed values, or from a stated setting and the published shape of
+a model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """MorphKV, section 6.3, figures 7, 10 and 11 and table 1: small budgets, and what a long response does to each method.
 
-The paper's scores are those of 8B models on LongBench and of a 123B judge on LongWriter. Here other measures stand in:
-attention mass lost, recall of what each step needs, error of the attention output, and how far the predictions of the
-true continuation drift from those of the full cache.
+The paper's scores are those of 8B models on LongBench and of a 123B judge on LongWriter. Here other measures replace
+them: attention mass lost, recall of each step's needs, and error of the attention output. A fourth is how far
+predictions of the true continuation drift from those of the full cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """MorphKV, figures 2a, 6, 8 and 9: bytes that each method stores by formula, against measured and printed ones.
 
-The paper's MorphKV keeps one set of entries for each KV head; its SnapKV and H2O keep one for each query head, which
-multiplies them by the size of a GQA group.
+The paper's MorphKV keeps one set of entries for each KV head. Its SnapKV and H2O keep one for each query head. This
+multiplies their entries by the size of a GQA group.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def answer_length() -> float:
 
 
 def settings(benchmark: str) -> pd.DataFrame:
-    """What section 5 states of each method on a benchmark: columns capacity, window, stores, by method."""
+    """The settings of section 5 for each method on a benchmark: columns capacity, window, stores, by method."""
     table = papers.figure("morphkv", "settings")
     return table[table["benchmark"] == benchmark].set_index("method")
 

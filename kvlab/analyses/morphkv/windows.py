@@ -1,7 +1,7 @@
 """MorphKV, sections 3.2, 6.1 and 6.2: how many recent tokens should decide what stays, and how are their rows fused?
 
-The paper scores responses with benchmarks that need an 8B model; here the same settings are judged by the attention
-along a response: mass lost, recall of each step's own top-k, and error of the attention output.
+The paper scores responses with benchmarks that need an 8B model. Here the attention along a response judges the same
+settings. The measures are mass lost, recall of each step's own top-k, and error of the attention output.
 """
 
 from __future__ import annotations

@@ -331,6 +331,6 @@ def next_best(findings: Findings) -> pd.DataFrame:
 
 
 def costs(findings: Findings) -> pd.DataFrame:
-    """What each method stores, reads and loses at each compression, as means over documents."""
+    """Tabulate stored and read shares, losses and recall by method and compression, as means over documents."""
     measures = ["stored", "read", "mass_lost", "output_error", "step_recall"]
     return findings.table.pivot_table(index=["method", "compression"], values=measures).filter(measures).reset_index()

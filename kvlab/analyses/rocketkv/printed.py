@@ -32,7 +32,7 @@ LOW = 1024
 
 
 def findings() -> Findings:
-    """What the printed tables say, cell by cell.
+    """Recompute the printed tables' findings, cell by cell.
 
     Returns:
         Table with columns benchmark, cell, method, against, gap (of the method over the best of the others that are
@@ -112,7 +112,7 @@ def _gaps(scores: pd.DataFrame, method: str, others: Sequence[str]) -> pd.DataFr
 
 
 def _losses(ruler: pd.DataFrame) -> Findings:
-    """What RocketKV loses on RULER against the full cache, and whether it loses more as sequences grow."""
+    """RocketKV's loss on RULER against the full cache, and whether it grows with the sequences."""
     at = ["model", "length"]
     full: Any = ruler[ruler["method"] == "full"]
     full = full.set_index(at)["average"].rename("full")

@@ -1,9 +1,9 @@
 """Several questions over one context, compressed knowing each of them, the first alone, or none.
 
-The right answers are fed (teacher forcing), so that a handful of contexts tells something: after each question the mean
-negative log-likelihood of its answer's tokens, less that under the full cache in the same place. In a chat the earlier
-answers are the right ones, too, so that no mistake is carried on. The first token of an answer is left out everywhere,
-since a cache that is compressed after the question has not yet been used for it.
+The right answers are fed (teacher forcing), since only a few contexts are measured. The measure is the mean negative
+log-likelihood of an answer's tokens, less that under the full cache. In a chat the earlier answers are the right ones,
+too, and no mistake is passed on. The first token of an answer is left out everywhere. A cache compressed after the
+question has not yet been used for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the papers print about speed and memory, against arithmetic: bytes of weights and caches of published shapes.
+"""The papers' printed speed and memory against arithmetic: bytes of weights and caches of published shapes.
 
 Nothing is run here. A cache's bytes follow from a model's configuration; a printed figure that does not fit them tells
 how it was measured. Each function takes the printed table, as `papers.figure` gives it.
@@ -235,7 +235,7 @@ def compilerkv_table_a1(printed: pd.DataFrame) -> Findings:
 def in_words(
     memory: Findings, small_table: Findings, large_table: Findings, saving: Findings, table_a1: Findings
 ) -> str:
-    """What the papers print, against arithmetic.
+    """Describe the papers' printed values against arithmetic.
 
     Args:
         memory, saving, table_a1: of `zsmerge_memory`, `rocketkv_saving` and `compilerkv_table_a1`.

@@ -1,4 +1,4 @@
-"""Results of timings: ratios to the full cache, round by round, and the bytes that are held."""
+"""Results of timings: ratios to the full cache, round by round, and stored bytes."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def answer_findings(first: pd.DataFrame, decoded: pd.DataFrame, answer: float = 
 
 
 def pseudo_findings(first: pd.DataFrame, decoded: pd.DataFrame, windows: Mapping[str, int]) -> Findings:
-    """What pseudo-queries cost at the longest prompt of `first`, beside generating as many tokens.
+    """The cost of pseudo-queries at the longest prompt of `first`, and that of generating as many tokens.
 
     Args:
         first: of `timings.first_tokens`.

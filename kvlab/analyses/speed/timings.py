@@ -1,11 +1,11 @@
-"""Speed and memory of policies beside transformers' own full cache, in one process and in turns.
+"""Speed and memory of policies against transformers' own full cache, in one process and in turns.
 
 RocketKV figure 5, ZSMerge figure 3 and tables 1 and 4, CompilerKV table A1. All policies start from the same prompt.
 Every round runs each of them once, odd rounds in reverse order, so that a drifting clock speed cancels; ratios are
 taken within a round. Sequences of a batch have different prompts, and a policy decides for each of them.
 
-On a GPU seconds are wall-clock time. On a CPU they are CPU time with one thread: the same as wall-clock time on an idle
-machine, and on a busy one without the time of other processes.
+On a GPU seconds are wall-clock time. On a CPU they are CPU time with one thread. On an idle machine this equals
+wall-clock time. On a busy machine it leaves out the time of other processes.
 """
 
 from __future__ import annotations

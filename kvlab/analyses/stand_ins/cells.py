@@ -1,6 +1,6 @@
-"""Every policy at every budget on every prompt: the stand-ins by replay, and what the model itself says there.
+"""Every policy at every budget on every prompt: the stand-ins by replay, and the model's own answers.
 
-A prompt is followed by a continuation that is fed: the full cache's own response to a request, or the right answer to a
+A continuation is fed after each prompt. It is the full cache's own response to a request, or the right answer to a
 needle or a question. A replay on the trace of both gives the stand-ins. A live run with the compressed cache gives the
 outcomes. Both see the same tokens.
 """

@@ -150,7 +150,7 @@ def _by_policy(part: pd.DataFrame, columns: Sequence[str]) -> NDArray[np.float64
 
 
 def in_words(found: Findings) -> str:
-    """What was measured, as text."""
+    """Describe the measurements as text."""
     table = found.table
     counts = {name: table[name].nunique() for name in ("policy", "budget", "document", "prompt")}
     return (

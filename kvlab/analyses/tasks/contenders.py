@@ -1,4 +1,4 @@
-"""The policies of a comparison, each with what it needs besides a budget."""
+"""The policies of a comparison, each with its other needs than a budget."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def full_only(
     identifier: Budgets,
     heads: str | None = None,
 ) -> Plan:
-    """What only the full profile asks: needles in longer prompts at tiny budgets, and RULER's identifiers.
+    """The tasks of the full profile only: needles in longer prompts at tiny budgets, and RULER's identifiers.
 
     Args:
         documents, length: of the prompts with identifiers.
@@ -123,7 +123,7 @@ def full_only(
 
 
 def questions_table(plan: Plan) -> pd.DataFrame:
-    """What a plan asks: task, document, asked, right answer."""
+    """The questions of a plan: task, document, asked, right answer."""
     return pd.DataFrame(
         {
             "task": item.task,

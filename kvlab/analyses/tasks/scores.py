@@ -1,12 +1,12 @@
 """Scores on tasks at small budgets, for all papers at once: needles, RULER and questions in LongBench's format.
 
-After thousands of tokens a small model's answer is too often right or wrong by chance: 0/1 scores of a handful of
-examples cannot tell two policies apart. So the right answer is fed under every compressed cache (teacher forcing), and
-the same pass gives two numbers: whether greedy decoding would have said it word for word, and how likely it was.
+After thousands of tokens a small model's answer is too often right or wrong by chance. The 0/1 scores of a few examples
+cannot distinguish two policies. So the right answer is fed under every compressed cache (teacher forcing). One pass
+gives two numbers: whether greedy decoding would have given the answer word for word, and its likelihood.
 
-Likelihoods leave out the first two tokens of an answer, for all policies. The first comes from the prefill. The second
-is decoded while a policy that prunes at its first step (MorphKV) still reads the whole prompt, so it says nothing about
-the cache that is left.
+Likelihoods leave out the first two tokens of an answer, for all policies. The first comes from the prefill. At the
+second, a policy that prunes at its first step (MorphKV) still reads the whole prompt. So the second says nothing about
+the pruned cache.
 """
 
 from __future__ import annotations

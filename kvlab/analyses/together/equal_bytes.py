@@ -1,7 +1,7 @@
 """Every policy meets every measure, and is compared with the others at equal bytes.
 
 Each paper means something else by a budget: entries of the prompt that stay, entries stored at any time, or entries
-read at a step, with or without what a method keeps or loads beside them. Bytes mean the same for all.
+read at a step. Some count a method's other stored or loaded data, too. Bytes mean the same for all.
 """
 
 from __future__ import annotations

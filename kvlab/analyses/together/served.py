@@ -1,7 +1,7 @@
 """Bytes of stored entries as a server in bfloat16 would count them, in whatever precision they were computed.
 
-On a CPU models run in float32, whose keys and values take 4 bytes a number. Codes in 4 bits take the same there as
-anywhere, so beside float32 they would look twice as small as they are beside what a server really stores.
+On a CPU models run in float32, whose keys and values take 4 bytes a number. Codes in 4 bits have the same size
+everywhere. Against float32 they would look twice as small as against a server's bfloat16.
 """
 
 from __future__ import annotations

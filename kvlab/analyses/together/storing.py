@@ -1,8 +1,9 @@
 """Evict or quantise, or both? Policies and storages of what they keep, compared at equal stored bytes.
 
-Three losses, each zero for the full cache as it is: the error of the attention output (open loop), the divergence of
-the next token's distribution along the full model's own response, and the digits of a needle that are no longer the
-likeliest. Bytes are those of a server in bfloat16 (`served`), as a share of the full cache's.
+There are three losses, each zero for the full cache as it is. The first is the error of the attention output (open
+loop). The second is the divergence of the next token's distribution along the full model's own response. The third
+counts the digits of a needle that are no longer the likeliest. Bytes are those of a server in bfloat16 (`served`), as a
+share of the full cache's.
 """
 
 from __future__ import annotations
@@ -316,7 +317,7 @@ def _column(table: pd.DataFrame, name: str) -> pd.Series:
 
 
 def points(measured: pd.DataFrame, name: str, slack: float = 0.02) -> pd.DataFrame:
-    """What to draw of a measure: policy, storage, budget, share, value (means over documents), front.
+    """The points of a measure's figure: policy, storage, budget, share, value (means over documents), front.
 
     The front is that of all systems but the full cache as it is, in which every curve ends (see `equal_bytes.front`).
     """

@@ -1,8 +1,8 @@
 """Which evicted entries cost a response, for several policies on the same documents and responses.
 
-The effect of an entry is what `kvlab.attribute` says: nats of the response's loss that follow from losing it. Its
-positive part is the harm. Harm and entries are counted among the evicted entries of each policy: a share of harm is
-compared with the share of evicted entries that it could have come from.
+`kvlab.attribute` gives the effect of an entry: nats of the response's loss that follow from losing it. Its positive
+part is the harm. Harm and entries are counted among the evicted entries of each policy. A share of harm is compared
+with the share of evicted entries that it could have come from.
 """
 
 from __future__ import annotations

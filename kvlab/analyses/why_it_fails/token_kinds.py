@@ -1,4 +1,4 @@
-"""What kind of token each entry of a prompt belongs to."""
+"""Find the kind of token that each entry of a prompt belongs to."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def errors_by_layer(result: Replay, steps: slice = slice(None)) -> list[dict[str
 
 
 def template(plain: Sequence[Trace], templated: Sequence[Trace], ratio: float = 0.2) -> Findings:
-    """What a chat template at the prompt's end does to the scores: the last queries, which start them, are mostly its.
+    """Measure the effect of a final chat template on the scores: the last queries, which start them, are mostly its.
 
     Args:
         plain, templated: traces of the same prompts without and with the model's chat template.

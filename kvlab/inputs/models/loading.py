@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Placing(TypedDict, total=False):
-    """What `load` passes to transformers: where weights lie, and how they are quantised."""
+    """The arguments that `load` passes to transformers: the device of weights, and how they are quantised."""
 
     device_map: str | Mapping[str, Any]
     max_memory: Mapping[int | str, int | str]

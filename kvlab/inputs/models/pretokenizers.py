@@ -1,8 +1,8 @@
 """How a tokenizer's text is split before it is merged: what a GGUF file names, and its readers partly forget.
 
-llama.cpp names a way of splitting (`tokenizer.ggml.pre`); the regular expressions behind the names stand in its
-`llama-vocab.cpp`, and in the tokenizer.json of the models they are named after. transformers' reader knows some of
-these names, takes GPT-2's way for all others, and never normalises.
+llama.cpp names a way of splitting (`tokenizer.ggml.pre`). Its `llama-vocab.cpp` has the regular expressions behind the
+names. So has the tokenizer.json of the models that they are named after. transformers' reader knows some of these
+names, takes GPT-2's way for all others, and never normalises.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-�
 
 @dataclass(frozen=True)
 class Splitting:
-    """What belongs to a name in `tokenizer.ggml.pre`.
+    """The rules behind a name in `tokenizer.ggml.pre`.
 
     Attributes:
         pre_tokenizer: makes it; None leaves transformers' own, which is right for this name.

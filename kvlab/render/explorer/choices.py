@@ -1,4 +1,4 @@
-"""What may be chosen in a view of a trace: policies, budgets, and the query."""
+"""The choices in a view of a trace: policies, budgets, and the query."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What evicted tokens cost a response, as a picture: the text coloured by effect, and the figures under it."""
+"""A picture of the cost of evicted tokens to a response: the text coloured by effect, and the figures under it."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ def explore(
     """Explore a trace by hand in JupyterLab: two policies side by side, one query, and what it lost.
 
     Args:
-        trace: with a response; or the path of one that was saved. What `kvlab.attribute` gives is shown as it is: the
-            text coloured by what the loss of each token costs, and takes none of the others.
+        trace: with a response; or the path of one that was saved. A result of `kvlab.attribute` is shown as it is: the
+            text coloured by the cost of losing each token. It allows none of the other arguments.
         left, right: two policies, by name or as objects (also policies of the user, or two variants of the same).
         budgets: the stops of the budget slider; by default powers of two below the prompt's length, and the budgets of
             policies given as objects.
@@ -67,12 +67,12 @@ def explore(
         layer, head, step: the query to begin with (step from 1); by default the worst under `left`
             (`Explorer.worst`).
         lm: its tokenizer shows the text; by default that of the model which the trace names.
-        effects: what `kvlab.attribute(lm, policy, trace)` gives: the text and a map of the heads, coloured by what the
-            loss of each token costs, stand below.
+        effects: the result of `kvlab.attribute(lm, policy, trace)`. The text and a map of the heads, coloured by the
+            cost of losing each token, are shown below.
 
     Raises:
-        KvlabError: a trace without a response, a policy that needs more than this trace holds, two policies that differ
-            only in their budgets, or a place outside the trace.
+        KvlabError: a trace without a response, or a policy that needs more than this trace has. Also two policies that
+            differ only in their budgets, or a query outside the trace.
     """
     if isinstance(trace, Attribution):
         return Picture(trace)

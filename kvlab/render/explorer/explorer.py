@@ -211,7 +211,7 @@ class Explorer:
         return page.html(self.trace, runs, (name, budget, self.spot), self.tokens, effects)
 
     def finding(self) -> str:
-        """What the left policy lost at the present query, in one sentence."""
+        """One sentence on the left policy's loss at the present query."""
         return page.finding(self.looks()[0], self.tokens)
 
     def worst(self, side: str = "left") -> Spot:

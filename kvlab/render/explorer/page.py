@@ -100,7 +100,7 @@ def frame(html: str, height: int = 900) -> str:
 
 
 def finding(look: Look, tokens: Sequence[str]) -> str:
-    """What the policy lost at the query, in one sentence; the page begins with the same words."""
+    """One sentence on the policy's loss at the query; the page begins with the same words."""
     spot, where = look.spot, int(look.lost.argmax())
     said = (
         f"At step {spot.step}, layer {spot.layer}, head {spot.head}, {look.name} lost {percent(look.mass_lost)} of the "

@@ -89,7 +89,7 @@ def table_1(findings: Findings) -> Figure:
 
 
 def figure_2(findings: Findings, entries: float) -> Figure:
-    """What every method keeps and recalls by budget.
+    """The attention kept and the recall of every method by budget.
 
     findings: of `quality.figure_2`; entries: the paper's budget in entries of the prompts here, where its diamonds
     stand.
@@ -156,7 +156,7 @@ def _paper_at(ax: Axes, entries: float) -> None:
 
 
 def table_2(findings: Findings) -> Figure:
-    """What raw attention loses in place of the stabilised utility, beside the paper's loss.
+    """The loss by raw attention instead of the stabilised utility, next to the paper's loss.
 
     findings: of `ablation.table_2`.
     """

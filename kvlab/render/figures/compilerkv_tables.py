@@ -58,7 +58,7 @@ def published_tables(tables: DecisionTables, findings: Findings) -> Figure:
 
 
 def per_head_gains(findings: Findings) -> Figure:
-    """What weights from marginal contributions gain on prompts held out, by budget.
+    """The gain of weights from marginal contributions on held-out prompts, by budget.
 
     findings: of `marginal.held_out`.
     """

@@ -1,4 +1,4 @@
-"""DapQ's figures from the findings of `kvlab.analyses.dapq`, beside the paper's printed values."""
+"""DapQ's figures from the findings of `kvlab.analyses.dapq`, with the paper's printed values."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def control_cells(findings: Findings, measure: str = "similarity") -> Figure:
 
 
 def head_map(heads: pandas.DataFrame) -> Figure:
-    """What position and content are worth in each head.
+    """The worth of position and content in each head.
 
     Args:
         heads: from `control.by_head`.
@@ -184,7 +184,7 @@ def same_pooling(findings: Findings, window: int) -> Figure:
 
 
 def mutual(findings: Findings) -> Figure:
-    """What the softmax over the prompt alone gains on that of the pass itself, by the window."""
+    """The gain of the softmax over only the prompt on that of the pass itself, by the window."""
     gains = findings.frame(pseudo.MUTUAL)
     figure, ax = plt.subplots(figsize=(7.4, 4.2))
     plots.estimates(
@@ -203,7 +203,7 @@ def mutual(findings: Findings) -> Figure:
 
 
 def against_drafts(findings: Findings) -> Figure:
-    """What DapQ, LAQ++ and SnapKV keep: recall and the mass lost, by budget."""
+    """DapQ, LAQ++ and SnapKV compared: recall and the mass lost, by budget."""
     kept, names = findings.frame(drafted.KEPT), {"dapq": "DapQ", "laq": "LAQ++", "laq_raw": "its draft alone"}
     names["snapkv"] = "SnapKV"
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.4))

@@ -1,4 +1,4 @@
-"""Figures of many policies at once: each curve and row has its name beside it, without a legend of twenty entries.
+"""Figures of many policies at once: each curve and row has its name next to it, without a legend of twenty entries.
 
 Policies have their family's colour, so that a reader sees first what they do.
 """

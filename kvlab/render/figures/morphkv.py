@@ -1,4 +1,4 @@
-"""MorphKV's figures: the findings of its analyses, beside the paper's printed values."""
+"""MorphKV's figures: the findings of its analyses, with the paper's printed values."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def as_stated(statement: str) -> dict[str, float]:
 
 
 def figure_7(along: Findings, inside: Findings) -> Figure:
-    """What each method loses along a response, by replay and inside the model, and the slopes beside the paper's.
+    """The loss of each method along a response, by replay and inside the model, and the slopes next to the paper's.
 
     along: of `responses.along_a_response`; inside: of `responses.teacher_forced`.
     """
@@ -315,7 +315,7 @@ def along_the_response(ablation: Findings, fusion: str, capacity: int) -> Figure
 
 
 def tables_4_and_5(ablation: Findings, regimes: Findings, printed: Findings, capacity: int) -> Figure:
-    """What sum fusion gains over max fusion: at each window, in two regimes, and in the paper's scores.
+    """The gain of sum fusion over max fusion: at each window, in two regimes, and in the paper's scores.
 
     ablation: of `windows.window_ablation`; regimes: of `windows.two_regimes`; printed: of `printed.fusions`;
     capacity: that of the ablation whose windows are shown.

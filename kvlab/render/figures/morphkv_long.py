@@ -29,7 +29,7 @@ TEXTS = {facts.NARROW: "MorphKV, narrow window", facts.WIDE: "MorphKV, wide wind
 
 
 def figure_3(along: Findings) -> Figure:
-    """What methods of constant size lose of a long response, and how many of the entries that they keep are early ones.
+    """The loss of methods of constant size along a long response, and how many of their kept entries are early ones.
 
     along: of `responses.along_a_response`.
     """
@@ -57,7 +57,7 @@ def section_3_3(found: Findings) -> Figure:
 
 
 def table_6_long(found: Findings) -> Figure:
-    """What a wider window gains along a response, by three measures, and step by step.
+    """The gain of a wider window along a response, by three measures, and step by step.
 
     found: of `windows.wider_window`.
     """

@@ -418,7 +418,7 @@ def needle_heatmap(
 
 
 def _legend_of_two(figure: Figure, image: AxesImage) -> None:
-    """What is found or not at all needs no scale of colours."""
+    """Values that are only found or not need no scale of colours."""
     ends = ((1.0, "found"), (0.0, "missed"))
     patches = [Patch(color=cast("Any", image.cmap(share)), label=label) for share, label in ends]
     figure.legend(handles=patches, loc="outside lower left", ncols=2)

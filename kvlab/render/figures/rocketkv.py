@@ -162,7 +162,7 @@ def printed(findings: Findings) -> Figure:
 
 
 def costs(means: pandas.DataFrame) -> Figure:
-    """What each method stores against what it reads at a step, from the least to the most compression.
+    """The bytes that each method stores against those that it reads at a step, from the least to the most compression.
 
     Args:
         means: from `budgets.costs`.

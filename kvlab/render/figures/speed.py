@@ -1,4 +1,4 @@
-"""Figures of speed and memory beside the full cache, and of the papers' printed values."""
+"""Figures of speed and memory against the full cache, and of the papers' printed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of scores on tasks at small budgets, beside the papers' tables."""
+"""Figures of scores on tasks at small budgets, with the papers' tables."""
 
 from __future__ import annotations
 

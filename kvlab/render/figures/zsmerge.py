@@ -1,4 +1,4 @@
-"""ZSMerge's figures: the findings of its analyses, beside the paper's printed values."""
+"""ZSMerge's figures: the findings of its analyses, with the paper's printed values."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def while_decoding(findings: Findings) -> Figure:
 
 
 def open_choices(findings: Findings) -> Figure:
-    """What the paper leaves open: the change of the error over that by switching merging off.
+    """The choices that the paper leaves open: the change of the error over that by switching merging off.
 
     findings: of `sensitivity.open_choices`.
     """

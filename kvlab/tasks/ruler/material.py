@@ -1,4 +1,4 @@
-"""What RULER's tasks are made of: an essay, noise, needles' keys and values, paragraphs with questions."""
+"""The material of RULER's tasks: an essay, noise, needles' keys and values, paragraphs with questions."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
 """Experiments: YAML files checked against their notebooks, and the jobs that they stand for.
 
-notebook: notebooks/NAME.ipynb     # relative to the project
-description: one or two sentences
-parameters: {model: smollm2-135m, seed: 0}      # as in the notebook's `parameters` cell
-grid: {window: [8, 32]}                         # one job for each combination
-limits: {budget: [33, null]}                    # least and most for a number, or for each number of a list; as the
-                                                # least, `windows` means: above the largest number of that parameter
-timeout: 3600                                   # seconds that a job may take; no limit by default
-profiles:
-  quick: {seconds: 60}                          # rough time of one job
-  full: {parameters: {...}, grid: {...}}        # what the profile changes
+    notebook: notebooks/NAME.ipynb                  # relative to the project
+    description: one or two sentences
+    parameters: {model: smollm2-135m, seed: 0}      # as in the notebook's `parameters` cell
+    grid: {window: [8, 32]}                         # one job for each combination
+    limits: {budget: [33, null]}                    # least and most for a number, or for each number of a list
+    timeout: 3600                                   # seconds for each job; by default none
+    profiles:
+      quick: {seconds: 60}                          # rough time of one job
+      full: {parameters: {...}, grid: {...}}        # its changes
+
+`limits: {budget: [windows, null]}` means: larger than the largest value of the parameter `windows`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ POLICY = "policy"
 
 
 class Profile(BaseModel):
-    """What a profile changes: parameters by name, grid axes by name.
+    """The changes of a profile: parameters by name, grid axes by name.
 
     seconds: rough time of a job, used until a finished run shows the true time; the longest jobs begin first.
     """

@@ -58,7 +58,7 @@ class Planned:
 
     @property
     def least_seconds(self) -> float | None:
-        """What one prefill of the longest prompt takes at the device's rate: a job takes longer."""
+        """The seconds of one prefill of the longest prompt at the device's rate: a job takes longer."""
         from kvlab.bench import memory_needed
 
         if self.config is None or not self.rate:
@@ -78,7 +78,7 @@ def _config(model: str) -> PreTrainedConfig | None:
 
 
 def planned(jobs: Sequence[Job], device: torch.device | None, rate: float = 0.0) -> list[Planned]:
-    """What each job takes; `device` and `rate` as in `Planned`, and a rate of 0 where no time is asked for."""
+    """The estimate of each job; `device` and `rate` as in `Planned`, and a rate of 0 where no time is asked for."""
     return [Planned(job, tokens_of(job.parameters), device, _dtype(job, device), rate) for job in jobs]
 
 

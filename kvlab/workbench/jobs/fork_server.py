@@ -5,8 +5,8 @@ no connection and no model, reads no workspace, and uses no random number. A for
 has imported the same. Requests and replies are JSON messages on a pipe that nobody else can use. When its owner is
 gone, it ends with everything that it has started.
 
-`multiprocessing`'s forkserver does not replace it. There the first `start()` blocks while the server imports (5.9 s),
-every child runs the user's main script again, and a process has one server with one environment.
+`multiprocessing`'s forkserver does not replace it. There the first `start()` blocks while the server imports (5.9 s).
+Every child runs the user's main script again. A process has one server with one environment.
 """
 
 from __future__ import annotations

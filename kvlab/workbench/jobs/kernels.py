@@ -22,7 +22,7 @@ NAME = "kvlab-kernel"  # as the system lists it
 
 
 class Forked(psutil.Process):
-    """What jupyter_client asks of a kernel's process, of a child that was forked."""
+    """jupyter_client's interface to a kernel's process, for a forked child."""
 
     stdin = stdout = stderr = None
 

@@ -1,4 +1,4 @@
-"""What a person sees while jobs run: a live table in a terminal, plain lines anywhere else."""
+"""The progress of running jobs: a live table in a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 

@@ -406,7 +406,7 @@ def _is_key(job: Job) -> bool:
 
 
 def _title(job: Job) -> str:
-    """What MLflow calls the run of a job: experiment, model, and what tells it from the sweep's other jobs."""
+    """MLflow's name of a job's run: experiment, model, and its difference from the sweep's other jobs."""
     model = job.parameters.get("model")
     named = [Path(model).name] if isinstance(model, str) and model not in job.name else []
     return " · ".join([job.experiment, *named, job.name])

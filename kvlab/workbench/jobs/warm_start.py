@@ -95,7 +95,7 @@ class Starter:
 
 @dataclass
 class Known:
-    """What a server has told of a job: the process that runs it, its exit code, and whether it could not be forked."""
+    """A server's report on a job: the process that runs it, its exit code, and whether it could not be forked."""
 
     process: psutil.Process | None = None
     code: int | None = None
@@ -134,7 +134,7 @@ class Server:
         return number
 
     def look(self, number: int) -> Known:
-        """What is known of a job by now."""
+        """The state of a job by now."""
         with self._lock:
             self._receive()
             return self._jobs[number]
@@ -239,7 +239,7 @@ class Forked:
 
 
 def _stamp() -> object:
-    """What changes when somebody edits the package: the names, sizes and times of its files."""
+    """A stamp that changes when somebody edits the package: the names, sizes and times of its files."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         with contextlib.suppress(OSError):  # an editor's file, which is gone by now

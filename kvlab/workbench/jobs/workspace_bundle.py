@@ -1,4 +1,4 @@
-"""What a job on another machine needs of a workspace: its mark, its policies, tasks and papers, sent along as text."""
+"""The parts of a workspace that a job on another machine needs, as text: its mark, policies, tasks and papers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def packed() -> dict[str, bytes]:
         if sum(sizes.values()) > MOST:
             largest = max(sizes, key=lambda path: sizes[path])
             raise KvlabError(
-                f"{folder}: {', '.join(FOLDERS)} are copied to each job of a cluster and hold "
-                f"{sum(sizes.values()) / 2**20:.1f} MiB, more than {MOST / 2**20:g}; move large files such as "
-                f"{largest.relative_to(folder)} out of these folders"
+                f"{folder}: {', '.join(FOLDERS)} hold {sum(sizes.values()) / 2**20:.1f} MiB, more than "
+                f"{MOST / 2**20:g}; move large files such as {largest.relative_to(folder)} out of these folders, "
+                "which each cluster job copies"
             )
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sizes}
     except OSError as error:

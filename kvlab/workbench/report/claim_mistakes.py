@@ -35,7 +35,7 @@ def mistakes() -> list[str]:
 
 
 def _in_runs(claim: papers.Claim, of_models: Sequence[Run]) -> Iterator[str]:
-    """What no model's last run of the claim's experiment has, of its metrics and of its figure."""
+    """The metrics and figure of the claim that no model's last run of its experiment has."""
     measured = set().union(*map(numbers, of_models))
     excused = claim.profile == "full" or any(claim.metric.startswith(start) for start in claim.lacking)
     if not excused and claim.metric not in measured:

@@ -1,4 +1,4 @@
-"""Tables that are kept as CSV beside or within a ledger: read as texts, written whole or not at all."""
+"""Tables that are kept as CSV next to or within a ledger: read as texts, written whole or not at all."""
 
 from __future__ import annotations
 

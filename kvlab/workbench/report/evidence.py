@@ -1,4 +1,4 @@
-"""What a report shows of the runs that its numbers come from: signatures, figures, and the links to them."""
+"""A report's evidence of the runs behind its numbers: signatures, figures, and the links to them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Picture:
 
 @dataclass
 class Evidence:
-    """What is shown of a run: its signature line, its figures and sentences by name, and the claims that rest on it.
+    """The evidence of a run: its signature line, its figures and sentences by name, and the claims that rest on it.
 
     Sentences may have no figure. A run in a kept ledger (`run` is None, `kept` is not) has sentences on its claims, and
     no figures.
@@ -135,7 +135,7 @@ def _of_claims(entries: Iterable[Entry]) -> dict[str, list[str]]:
 
 
 def source(entry: Entry) -> str:
-    """What tells the runs behind entries apart: the run's id; of kept lines what they say of the run."""
+    """The key of the run behind an entry: the run's id; of kept lines their record of the run."""
     if entry.run:
         return entry.run.info.run_id
     origin = entry.origin
@@ -206,7 +206,7 @@ def beside_claims(judged: Iterable[Entry], shown: Mapping[str, Evidence]) -> lis
 
 
 def origin_of(entry: Entry) -> str:
-    """What is known of the run behind an entry, in words: profile, number of documents, commit and seconds."""
+    """Describe the run behind an entry: profile, number of documents, commit and seconds."""
     origin = entry.origin
     count = documents(origin.signature)
     parts = [

@@ -38,7 +38,7 @@ REFERENCES = ("full", "exact_topk", "oracle_attention")
 
 
 class Measure(NamedTuple):
-    """What an axis says of a measure, and whether more of it is better."""
+    """The label of a measure's axis, and whether more of it is better."""
 
     label: str
     higher: bool
@@ -101,7 +101,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn at once.
+    """The data of one chart.
 
     Attributes:
         measure: its name, unique for a model and question.
@@ -153,7 +153,7 @@ def storage_means(measured: pandas.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def lines(run: Run, source: Source | None = None) -> list[Line]:
-    """What a run measured, as its file has it: numbers to six digits. Nothing where its tables lack a column.
+    """A run's measurements as lines of its file: numbers to six digits. Nothing where its tables lack a column.
 
     source: `all_together` by default.
     """
@@ -431,7 +431,7 @@ def _scores(mine: Sequence[Line]) -> Iterator[Point]:
 
 
 def data(charts: Sequence[Chart]) -> dict[str, Any]:
-    """What the page holds as JSON: the charts, and how each policy is drawn."""
+    """The page's JSON data: the charts, and how each policy is drawn."""
     drawn = {point.policy for chart in charts for point in chart.points}
     return {
         "slack": SLACK,

@@ -115,7 +115,7 @@ class Entry:
 
     @property
     def compared(self) -> Entry:
-        """What stands for it where models are compared with each other: of the same profile on all of them."""
+        """The entry for a comparison of models: of the same profile on all of them."""
         return self.alike or self
 
     @property
@@ -287,7 +287,7 @@ def claims() -> list[papers.Claim]:
 
 
 def finding(claim: papers.Claim) -> str:
-    """What the finding that a claim belongs to is called; empty for what is none, and no question of ours either."""
+    """The name of the finding that a claim belongs to; empty for a claim that is neither a finding nor a question."""
     return claim.fact[1] if claim.kind in papers.SAMPLED else ""
 
 

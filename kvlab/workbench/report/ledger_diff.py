@@ -1,4 +1,4 @@
-"""A new ledger beside a kept one: which verdicts flipped, and which values lie outside the kept interval."""
+"""Compare a new ledger with a kept one: which verdicts flipped, and which values lie outside the kept interval."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Difference:
 
     @property
     def note(self) -> str:
-        """What else is not as it was: the model's weights, the profile, the signature; empty where all is as it was."""
+        """The other changes: the model's weights, the profile, the signature; empty where nothing changed."""
         parts = []
         if self.kept.model != self.new.model:
             parts.append(f"other weights: {self.new.model}, kept {self.kept.model}")

@@ -23,7 +23,7 @@ FILLED = "filled"
 
 
 class Judged(Protocol):
-    """What is asked here of an entry of the ledger, which itself asks for its models."""
+    """The parts of a ledger's entry that this module reads; the entry itself needs its models."""
 
     @property
     def claim(self) -> Claim: ...
@@ -59,7 +59,7 @@ class Subject:
 
     @property
     def description(self) -> str:
-        """What is known of it, in words; empty where nothing is."""
+        """Describe it in words; empty where nothing is known."""
         size = f"{self.size} parameters" if self.size else ""
         return "; ".join(part for part in (size, self.shape, self.dtype) if part)
 
@@ -99,7 +99,7 @@ def _subject(name: str, runs: list[Run], size: int | None) -> Subject:
 
 
 def remarks(entry: Judged) -> list[str]:
-    """What a reader of an entry should know of what its run went without."""
+    """Remarks for a reader of an entry on the parts that its run went without."""
     if entry.kept:
         return list(entry.kept.remarks)
     if entry.run is None or entry.group == "recomputed":

@@ -1,7 +1,8 @@
 """The claims ledger as HTML that needs nothing else, with the runs' figures, and as CSV.
 
-With one model report.html is its page; with several it sets them side by side, and each has a page beside it. A page
-begins with the papers in short, goes on with findings and models, and ends with the claims, each one line until opened.
+With one model report.html is its page; with several it compares them side by side, and each also has its own page. A
+page begins with the papers in short, goes on with findings and models, and ends with the claims, each one line until
+opened.
 """
 
 from __future__ import annotations
@@ -278,7 +279,7 @@ def _page(
 
 
 def found(entry: Entry) -> str:
-    """What is said of an entry under its claim's summary: of one that is not measured the reason alone."""
+    """The text of an entry under its claim's summary: of one that is not measured only the reason."""
     verdict = entry.verdict
     return verdict.why if verdict.verdict == papers.UNMEASURED else sentence(entry.claim, verdict, entry.weak)
 

@@ -1,4 +1,4 @@
-"""What a paper claims and what its ledger says to it, in a few sentences, computed from the verdicts."""
+"""A paper's claims and their verdicts in the ledger, in a few sentences, computed from the verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kept number comes from: the run is elsewhere or gone, and this is what was written down of it."""
+"""The source of a kept number: the record of a run that is elsewhere or gone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def thoroughness(profile: str) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run says of itself, or a kept line of its run.
+    """The record of a run, from itself or from a kept line.
 
     Attributes:
         profile, signature, commit: as the run's tags had them; commit with `+changes` where files differed from it.
@@ -41,7 +41,7 @@ class Origin:
 
     @classmethod
     def of(cls, run: Run) -> Origin:
-        """What the tags of a run of the store say; its parameters and remarks are read elsewhere (`ledger_models`)."""
+        """Read the tags of a run of the store; its parameters and remarks are read elsewhere (`ledger_models`)."""
         tags = run.data.tags
         known = (tags.get(tag, "") for tag in ("kvlab.profile", "signature", "kvlab.commit", "hardware"))
         info = run.info

@@ -1,4 +1,4 @@
-"""What it costs to hold the question back: scores of tasks at both moments of compression, side by side."""
+"""The cost of compressing before the question: scores of tasks with both times of compression, side by side."""
 
 from __future__ import annotations
 

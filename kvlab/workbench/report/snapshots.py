@@ -1,8 +1,8 @@
-"""Ledgers that are kept as data: a CSV for each model, in which every number says what it comes from.
+"""Ledgers that are kept as data: a CSV for each model, with the source of every number.
 
 A long profile runs over several days, so a ledger is kept in pieces: what a store has not measured stays as it was. A
-claim has a line for each profile that measured it: the most thorough one is shown, and a new run of the quick profile
-is compared with the kept one of the quick profile.
+claim has a line for each profile that measured it. The most thorough one is shown. A new run of the quick profile is
+compared with the kept one of the quick profile.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Lines = dict[tuple[str, str], Line]
 
 @dataclass
 class Kept:
-    """What was kept of a model, and where.
+    """The kept lines of a model, and their file.
 
     Attributes:
         path: the file.

@@ -1,5 +1,7 @@
-"""How steady verdicts are: those of quoted findings in runs with other seeds and other texts, kept as data in a CSV for
-each model (stability/MODEL.csv) and counted: how many of a finding's cells say something else than its first?
+"""The stability of verdicts: those of quoted findings in runs with other seeds and other texts.
+
+They are kept as data in a CSV for each model (stability/MODEL.csv). The count is of a finding's cells whose verdict
+differs from that of its first.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Line = dict[str, str]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finding stands as in a cell, that is, with a seed on a set of documents (`ANY`: of each).
+    """A finding's outcome in a cell, that is, with a seed on a set of documents (`ANY`: of each).
 
     numbers: the values of its claims with their intervals, as they are written.
     """
@@ -93,7 +95,7 @@ class Stability:
 
     @property
     def sentence(self) -> str:
-        """What was measured and what it stands as, in a sentence."""
+        """Describe the measurements and the outcome in a sentence."""
         return self._sentence("its verdict")
 
     def sentence_of(self, claim: str) -> str:
@@ -199,7 +201,7 @@ def _known(mine: Iterable[Stability], name: str) -> list[str]:
 
 
 def of_entries(found: Iterable[Stability]) -> Callable[[Entry], Stability | None]:
-    """What was measured of an entry's finding on its model, whatever the hash of its weights; of several profiles the
+    """The measurements of an entry's finding on its model, whatever the hash of its weights; of several profiles the
     last.
     """
     known = {(one.paper, one.finding, *names(one.model)): one for one in found}
@@ -233,7 +235,7 @@ def keep(folder: Path, lines: Iterable[Line]) -> list[Path]:
 
 
 def read(folder: Path | None = None) -> list[Stability]:
-    """What FOLDER/stability says (default: the folder of the project's report); nothing where there is no such folder.
+    """Read FOLDER/stability (default: the folder of the project's report); nothing where there is no such folder.
 
     Raises:
         KvlabError: a file cannot be read, or has an unknown verdict.

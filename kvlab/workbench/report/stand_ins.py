@@ -1,4 +1,4 @@
-"""How well stand-ins predict answers on each model: from the store's runs, and kept beside ledgers as CSV."""
+"""How well stand-ins predict answers on each model: from the store's runs, and kept next to ledgers as CSV."""
 
 from __future__ import annotations
 

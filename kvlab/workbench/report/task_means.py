@@ -1,4 +1,4 @@
-"""Scores of tasks that are kept as data beside a ledger (`boards`): means of what a live model answered."""
+"""Scores of tasks that are kept as data next to a ledger (`boards`): means over a live model's answers."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _key(line: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _texts(row: Mapping[str, Any]) -> dict[str, str]:
-    """What the file holds of a row: numbers to six digits, nothing for what there is none of."""
+    """A row's texts in the file: numbers to six digits, and empty where there is no number."""
     found = {}
     for name in COLUMNS:
         value = row.get(name)

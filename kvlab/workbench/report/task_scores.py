@@ -1,4 +1,4 @@
-"""Scores of tasks as they are kept beside a ledger, in tasks/MODEL.csv, and the tables that a report shows of them."""
+"""Scores of tasks as they are kept next to a ledger, in tasks/MODEL.csv, and the tables that a report shows of them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Board:
 
 
 def boards(folder: Path) -> list[Board]:
-    """What a folder keeps, as tables: of all kinds of examples and all turns together, and then by turn.
+    """The tables of a folder: of all kinds of examples and all turns together, and then by turn.
 
     Raises:
         KvlabError: a file cannot be read.
@@ -171,8 +171,8 @@ def _by_turn(lines: Sequence[Mapping[str, str]], names: Mapping[tuple[str, ...],
 
 
 def system_names(lines: Sequence[Mapping[str, str]]) -> dict[tuple[str, ...], str]:
-    """What each system of a table is called: the policy, what it went without, its storage, and where a policy stands
-    there with several settings those that differ.
+    """The name of each system of a table: the policy, its missing parts, its storage, and where a policy stands there
+    with several settings those that differ.
     """
     systems = {system(line): _given(line["parameters"]) for line in lines}
     named = {}

@@ -1,4 +1,4 @@
-"""The small axis under a value: where our number lies beside the paper's and beside the turn of its direction."""
+"""The small axis under a value: our number, the paper's, and the point where the direction turns."""
 
 from __future__ import annotations
 

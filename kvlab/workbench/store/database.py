@@ -110,7 +110,7 @@ def silence(uri: str) -> str | None:
 
 
 def _reason(error: BaseException) -> str:
-    """What is at the bottom of an error of the network, in words of the system's where it has any."""
+    """The root cause of a network error, in the system's words where it has any."""
     causes = [error]
     while below := causes[-1].__cause__ or causes[-1].__context__:
         causes.append(below)

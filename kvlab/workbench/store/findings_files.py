@@ -37,7 +37,7 @@ def write(found: Findings | pd.DataFrame, folder: Path, name: str) -> None:
 
 
 def read(folder: Path, name: str) -> Findings | pd.DataFrame:
-    """What `write` wrote. Raises KvlabError where the files are damaged or of a class that is not imported."""
+    """Read the files of `write`. Raises KvlabError where the files are damaged or of a class that is not imported."""
     try:
         kept = parsed(read_text(folder / f"{name}{SUFFIX}"))
         tables = {key: pd.read_parquet(folder / f"{name}.{key}.parquet") for key in kept["tables"]}

@@ -54,7 +54,7 @@ class RetryingClient:
 
     A call that fails because the store is away is sent again. Almost nothing that kvlab logs is harmed by being sent
     twice (metrics carry their time; tags and files replace themselves). Only a run may be created twice, if the answer
-    to the first call was lost: the first one stays empty, and the next sweep marks it KILLED.
+    to the first call was lost. The first one stays empty, and the next sweep marks it KILLED.
 
     Once a call has waited in vain, later calls raise KvlabError at once, until one succeeds: so a command ends soon.
 

@@ -1,4 +1,4 @@
-"""What earlier sweeps left: finished runs, which are not repeated, and what processes that died left half done."""
+"""The runs of earlier sweeps: finished runs, which are not repeated, and unfinished runs of processes that died."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _finished(kind: str, tags: Mapping[str, str], model: str | None = None) -> s
 
 
 def _found(connection: RetryingClient, experiment: str, query: str, page_size: int) -> Iterator[Run]:
-    """What a query finds, newest first, page by page; without jobs during which the code was edited."""
+    """The runs of a query, newest first, page by page; without jobs during which the code was edited."""
     token = None
     while True:
         page = connection.search_runs(

@@ -1,4 +1,4 @@
-"""What MLflow's own pages show of a run: headline metrics, curves, datasets, and verdicts in its tags."""
+"""A run on MLflow's own pages: headline metrics, curves, datasets, and verdicts in its tags."""
 
 from __future__ import annotations
 

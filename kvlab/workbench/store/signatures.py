@@ -1,4 +1,4 @@
-"""What a run's numbers are of, in one line: model, documents, settings, seed and version."""
+"""A run's signature, in one line: model, documents, settings, seed and version."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def _one_sentence(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class Shown:
-    """What a run shows under one name: figures/NAME.png and .svg, and story/NAME.md.
+    """The files of a run under one name: figures/NAME.png and .svg, and story/NAME.md.
 
     Attributes:
         text: the user's own sentences; None where they cannot be made again, so that the saved ones stay.
@@ -162,8 +162,8 @@ class Run:
 
         The run's table `findings` has all of them; MLflow's own metrics are the headlines.
 
-        Raises KvlabError, before anything is logged, for a number that is not finite, an interval without its metric or
-        with ends the wrong way round, and a name that MLflow cannot store.
+        Raises KvlabError, before anything is logged, for a number that is not finite, or a name that MLflow cannot
+        store. It also refuses an interval without its metric, or with ends the wrong way round.
         """
         intervals = dict(intervals or {})
         numbers: dict[str, float] = {}
@@ -220,8 +220,9 @@ class Run:
         self._list(shown)
 
     def probes(self, name: str, records: Records) -> None:
-        """Keep the `records` of the probes in a live session or a replay: the tidy table as tables/NAME.parquet, and
-        the mean of every measure as a metric NAME/measure.
+        """Save the `records` of the probes in a live session or a replay.
+
+        The tidy table becomes tables/NAME.parquet. The mean of every measure becomes a metric NAME/measure.
         """
         self.table(name, records.table)
         self.log({f"{name}/{measure}": value for measure, value in records.means.items()})
@@ -326,8 +327,7 @@ class Run:
             self.client.log_inputs(self.id, texts)
 
     def about(self, lm: LM, **chosen: object) -> None:
-        """Say in the run's tags which model its numbers are of (hash, number of parameters, type and shape), and on
-        what hardware they came to be.
+        """Tag the run with the model of its numbers (hash, number of parameters, type and shape) and the hardware.
 
         Args:
             lm: as it was loaded.
@@ -463,7 +463,7 @@ def start(
 
     Args:
         experiment: its name.
-        parameters: the parameters of the run, unless they stand in a notebook's parameters cell.
+        parameters: the parameters of the run, unless a notebook's parameters cell has them.
         headlines: the metrics that MLflow shows, at most twelve; by default those that the experiment's claims quote.
         tags: anything else that identifies the numbers.
 

@@ -124,7 +124,7 @@ def _shipped() -> Path:
 
 
 def _pins() -> list[str]:
-    """What kvlab and the tests need, in the versions that are installed here."""
+    """The requirements of kvlab and the tests, in the versions that are installed here."""
     lines = importlib.metadata.requires("kvlab") or []
     names = {
         re.split(r"[^\w.\-]", line, maxsplit=1)[0]
