@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Advance = Callable[[str, int], None]
 
 REFERENCES = ("snapkv", "streamingllm", "full")
-"""What every method is shown beside."""
+"""The methods that every method is compared with."""
 MEASURES = ("recall", "mass_lost", "output_error", "stored_bytes", "read_bytes")
 COSTS = {"time_to_first_token": "first token", "time_per_output_token": "decoding step"}
 GROUP = 5  # policies that are timed in turns with one plain run
@@ -141,7 +141,7 @@ def default_policy(lm: LM, name: str, budget: float) -> Policy:
 
 
 def traces(lm: LM, names: Sequence[str], settings: Settings, advance: Advance) -> list[Trace]:
-    """A trace for each document, with what these policies and those beside them ask for."""
+    """A trace for each document, with what these policies and those compared with them ask for."""
     policies, captured = sorted({*names, *REFERENCES}), []
     for document in settings.documents:
         advance(f"reading {document}", 0)

@@ -75,7 +75,7 @@ def in_fresh_process(arguments: Sequence[str], label: str, variables: Mapping[st
     Args:
         arguments: of Python: a module after "-m", or a script, and its own arguments.
         label: name of the measured run, for the error.
-        variables: of its environment, besides this process's: `TIGHT` to measure memory, none to measure time.
+        variables: of its environment, in addition to this process's: `TIGHT` to measure memory, none to measure time.
 
     Raises:
         KvlabError: the process failed.

@@ -87,6 +87,6 @@ def prefill_operations(config: PreTrainedConfig, tokens: int) -> int:
 
 
 def longest(config: PreTrainedConfig, dtype: torch.dtype, room: int) -> int:
-    """The longest prompt in tokens that fits into so many bytes beside the weights; 0 where these do not fit."""
+    """The longest prompt in tokens that fits into so many bytes with the weights; 0 where these do not fit."""
     one, two = of_prompt(config, 1, dtype), of_prompt(config, 2, dtype)
     return max((room - one.weights) // (two.total - one.total), 0)

@@ -47,7 +47,7 @@ class StoreLayer(CacheLayerMixin):
         return self._shown(self.store.keys, self.store.values)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Keys of a sparse indexer `[batch, length, channels]`, which lie beside the store."""
+        """Keys of a sparse indexer `[batch, length, channels]`, which lie next to the store."""
         self.indexer_keys = self._with_indexer_keys(indexer_key_states)
         return self.indexer_keys
 
@@ -158,7 +158,7 @@ def copy_rows(layer: Any, rows: Tensor) -> Any:
 @torch.inference_mode(False)
 @torch.no_grad()
 def reorder_rows(layer: Any, rows: Tensor) -> None:
-    """Let a layer hold the sequences `rows` in place of the present ones."""
+    """Let a layer hold the sequences `rows` instead of the present ones."""
     layer.reorder_cache(rows.clone())
 
 

@@ -206,7 +206,7 @@ class DenseSlots:
         return self
 
     def reorder(self, rows: Tensor) -> DenseSlots:
-        """The rows `rows` in place of the present ones."""
+        """The rows `rows` instead of the present ones."""
         self.tensors = {name: tensor.index_select(0, rows) for name, tensor in self.tensors.items()}
         self._owned = True
         return self

@@ -115,7 +115,7 @@ class Entries(Protocol):
         ...
 
     def reorder(self, rows: Tensor) -> None:
-        """The rows `rows` in place of the present ones."""
+        """The rows `rows` instead of the present ones."""
         ...
 
     @property

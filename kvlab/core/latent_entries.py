@@ -17,7 +17,7 @@ class LatentEntries:
     Args:
         entries: in the model's precision; their values are not looked at.
         width: channels of a key's rotary part.
-        convert: brings the keys into the form in which they are held.
+        convert: brings the keys into the form in which they are stored.
     """
 
     def __init__(self, entries: AsIs, width: int, convert: Callable[[AsIs], Entries]):

@@ -54,7 +54,7 @@ def by_transposed(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def plain(*tensors: torch.Tensor) -> bool:
-    """Whether products of these are nothing but numbers in float32 on a CPU: neither differentiated (either way), nor
+    """Whether products of these are only numbers in float32 on a CPU: neither differentiated (either way), nor
     cast by autocast.
     """
     if torch.is_autocast_enabled("cpu") or torch.autograd.forward_ad._current_level >= 0:

@@ -201,7 +201,7 @@ class PackedSlots:
         )
 
     def reorder(self, rows: Tensor) -> PackedSlots:
-        """The rows `rows` in place of the present ones."""
+        """The rows `rows` instead of the present ones."""
         heads = self.shape[1]
         return self._select_heads(
             [row * heads + head for row in rows.tolist() for head in range(heads)], (len(rows), heads)

@@ -16,7 +16,7 @@ LEFT_OVER = "original_inv_freq"
 # Half-precision models turn in half precision, which is off by less than one part in a hundred.
 TOLERANCE = 0.02
 CHECKED = 64
-"""How many of the last queries a rotation is held against."""
+"""How many of the last queries a rotation is checked against."""
 
 
 @dataclass(frozen=True)

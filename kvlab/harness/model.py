@@ -293,7 +293,7 @@ class KvlabLM(TemplateLM):
         return tqdm(found, total=total, desc=f"Running {kind} requests", disable=hidden)
 
     def _fitting(self, tokens: list[int], room: int) -> tuple[list[int], int]:
-        """The last `room` of the tokens, and how many are left out; the first time this is told."""
+        """The last `room` of the tokens, and how many are left out; the first time with a warning."""
         cut = max(0, len(tokens) - room)
         if cut and not self._cut:
             LOG.warning(
@@ -308,7 +308,7 @@ class KvlabLM(TemplateLM):
 
     def _compressed(self, text: str, cut: int) -> int | None:
         """How many tokens of a text lie wholly before its question, but for the `cut` first ones; None for all but the
-        last, where no question is told apart.
+        last, where no question is distinguished.
         """
         start = self._moment.start(text)
         if start is None:

@@ -42,7 +42,7 @@ class Continued(NamedTuple):
 
 class Asked(NamedTuple):
     """A prompt, of which the first `compressed` tokens are compressed before the rest is fed; where these are all of
-    them, the first token of the response is told by the prefill, as in `kvlab eval`.
+    them, the first token of the response comes from the prefill, as in `kvlab eval`.
 
     `over`: whether a response ends with these tokens.
     """
@@ -84,7 +84,7 @@ class Reader:
         """How likely each continuation is after a context of which the policy has compressed the beginning.
 
         The last token of the context is fed after the compression, so that the first token of the continuation, too, is
-        told by the compressed cache. (A context of one token is compressed whole: nothing would be left.)
+        from the compressed cache. (A context of one token is compressed whole: nothing would be left.)
         """
         for batch in batches(asked, self.batch):
             rows = [self._following(*each) for each in batch]

@@ -30,7 +30,7 @@ class Held:
     Attributes:
         prompt_tokens: what was read before the first likelihood or the first generated token.
         compressed_tokens: how many of these the policy compressed.
-        stored_bytes: keys and values as they are stored, and what the policy keeps beside them.
+        stored_bytes: keys and values as they are stored, and what the policy keeps with them.
         read_bytes: what the last decoding step loaded; 0 where there was none.
         uncompressed_bytes: of the layers that no policy compresses.
     """
@@ -76,7 +76,7 @@ class Row:
         self.next: int | None = None
 
     def end(self, running: Session | None = None) -> None:
-        """Note what is held, once; `running`: in which session the sequence has gone on."""
+        """Note the stored entries, once; `running`: in which session the sequence has gone on."""
         if self.held is not None:
             return
         own = self.session

@@ -41,7 +41,7 @@ class Moment:
             raise KvlabError(f"question= is the text that a question begins with, and not {self.question!r}")
 
     def start(self, text: str) -> int | None:
-        """Where the question begins in a request's text, in characters; None where no question is told apart."""
+        """Where the question begins in a request's text, in characters; None where no question is distinguished."""
         if self.question is None or not text:
             return None
         if (start := text.rfind(self.question)) < 0:

@@ -146,7 +146,7 @@ def build_once(target: Path, build: Callable[[Path], None], label: str, progress
 
 
 def write_provenance(folder: Path, **facts: object) -> None:
-    """Write the facts beside the data, sorted by the order in which they are given."""
+    """Write the facts next to the data, sorted by the order in which they are given."""
     (folder / PROVENANCE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 

@@ -152,7 +152,7 @@ def allowed(mode: int) -> int:
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary file beside `path`: it replaces `path` when the block ends well, and is deleted otherwise.
+    """A temporary file next to `path`: it replaces `path` when the block ends well, and is deleted otherwise.
 
     Raises KvlabError where the file cannot be written (a full disk, no permission).
     """

@@ -39,7 +39,7 @@ class Observed:
         return self._pieces[0] if self._pieces else None
 
     def select(self, rows: Tensor) -> None:
-        """Take the sequences `rows` of the batch in place of the present ones."""
+        """Take the sequences `rows` of the batch instead of the present ones."""
         if self.queries is not None:
             self._pieces = [self.queries[rows.to(self.queries.device)]]
 

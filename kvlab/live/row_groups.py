@@ -39,7 +39,7 @@ class Group:
         return list(range(batch)) if self.rows is None else self.rows.tolist()
 
     def reorder(self, rows: Tensor) -> None:
-        """The sequences `rows` of this group in place of the present ones, with all that is known of them."""
+        """The sequences `rows` of this group instead of the present ones, with all that is known of them."""
         self.store.reorder(rows.to(self.store.device))
         if self.shadow is not None:
             self.shadow.store.reorder(rows.to(self.shadow.store.device))

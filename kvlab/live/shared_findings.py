@@ -20,10 +20,10 @@ class Memory:
     """Findings about one prompt, from the caches that hold only it.
 
     Whoever wants it sets it: `prefilled.memory = Memory()`. Branches have it in common until their prompts end; a cache
-    that is fed, cropped or reordered drops it. What one policy spends is no longer told apart then: the first one that
+    that is fed, cropped or reordered drops it. What one policy spends is not distinguished then: the first one that
     needs a result pays for it.
 
-    Every key names what its result depends on beside the prompt.
+    Every key names what its result depends on in addition to the prompt.
     """
 
     def __init__(self) -> None:

@@ -329,7 +329,7 @@ def _whole(number: Any) -> Any:
 
 
 def _sized(claim: dict[str, Any], models: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The claim with its paper's model in place of that one's name."""
+    """The claim with its paper's model instead of that one's name."""
     name = claim.get("model", next(iter(models), None))
     if not isinstance(name, str):  # none is named, or what is there is no name
         return claim

@@ -127,7 +127,7 @@ def figure(paper: str, name: str) -> pandas.DataFrame:
 
 
 def _figures() -> dict[str, Path]:
-    """Figures by "paper/name"; those of the workspace stand in the place of kvlab's where their paper does."""
+    """Figures by "paper/name"; those of the workspace replace kvlab's where their paper does."""
     known = _named((folder() / "figures").glob("*.csv"))
     mine = _named(workspace.files(f"{OWN}/figures", "*.csv"))
     replaced = {paper.name for paper in own() if paper.replaces} if mine else set()

@@ -100,7 +100,7 @@ POLICIES = {
     "rocketkv": Look("#c2408f", "o"),
     "think": Look("#17a2b8", "h"),
 }
-"""Policies that the papers draw beside each other; the others have their family's colour."""
+"""Policies that the papers draw next to each other; the others have their family's colour."""
 VARIANTS = {
     "snapkv_choosing": Look(POLICIES["snapkv_pp"].colour, "o"),
     "snapkv_shared": Look(POLICIES["pyramidkv"].colour, "o"),

@@ -24,7 +24,7 @@ AXES: dict[str, tuple[str, ...]] = {
 
 
 SINKS: dict[str, tuple[str, ...]] = {"sink_share": ("layer", "head", "step")}
-"""What is measured besides where a model has learnt sinks."""
+"""What is measured in addition to where a model has learnt sinks."""
 
 
 def tidy(name: str, values: Tensor, axes: tuple[str, ...], layers: Sequence[int]) -> pd.DataFrame:

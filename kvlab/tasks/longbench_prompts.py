@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Prompt:
-    """A task's prompt: `before` + context, then, as the question, `after` with the input in place of its "{input}".
+    """A task's prompt: `before` + context, then, as the question, `after` with the input instead of its "{input}".
 
     `starts` is how the question begins in the prompts of LongBench's authors; in a record with a whole prompt of its
     own the question begins at the last occurrence.

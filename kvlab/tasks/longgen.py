@@ -48,7 +48,7 @@ class LongGen(Task):
     Attributes:
         file: LongGenBench's JSONL; None makes prompts.
         entries: entries of a made prompt.
-        words: about how many words each of its entries shall have.
+        words: about how many words each of its entries should have.
         number: made prompts of each kind.
         new_tokens: the longest answer; shortened to what the model's context leaves. None for 8,192 (MorphKV's cap)
             with a file, else 1.5 times what `entries` and `words` ask for.
@@ -172,7 +172,7 @@ def holds(entry: str, phrase: str, share: float = 0.75) -> bool:
 def read(path: str | os.PathLike, chat: bool = True) -> list[Example]:
     """The examples of a LongGenBench JSONL file; raises KvlabError, with file and line number, for anything else.
 
-    Fields: prompt, checks_once, checks_range, checks_periodic (number of an entry -> what it shall hold), type (what
+    Fields: prompt, checks_once, checks_range, checks_periodic (number of an entry -> what it must hold), type (what
     entries are called), prefix (the first entry's heading, which the prompt ends with) and number (of entries).
     """
     path, examples = expanded(path), []

@@ -20,7 +20,7 @@ def check_kinds(**named: Any) -> None:
 
 
 def check(trace: Any) -> None:
-    """Raise KvlabError for tensors of a `Trace` that do not fit together, and for what stands beside them."""
+    """Raise KvlabError for tensors of a `Trace` that do not fit together, and for what stands next to them."""
     queries, keys = trace.queries, trace.keys
     if not isinstance(trace.prompt_length, Integral):
         raise KvlabError(f"prompt_length is a whole number, and not {str(trace.prompt_length)[:40]!r}")

@@ -52,7 +52,7 @@ def chunk_for(model: nn.Module, length: int) -> int:
 
 
 def prefill(lm: LM, ids: Tensor, cache: StoreCache, chunk: int, likelihoods: int = 0) -> tuple[Tensor, Tensor]:
-    """Feed a prompt `[length]` in chunks; what a pass needs besides the cache is bounded by the chunk.
+    """Feed a prompt `[length]` in chunks; what a pass needs in addition to the cache is bounded by the chunk.
 
     Returns:
         Logits after its last token, `[vocabulary]`, and the negative log-likelihoods of its last tokens,

@@ -217,7 +217,7 @@ def several(
     """Whether these are several prompts rather than one.
 
     Raises:
-        KvlabError: several, and one response that shall follow.
+        KvlabError: several, and one response that must follow.
     """
     from kvlab.inputs.corpus import Document
 

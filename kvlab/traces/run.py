@@ -111,7 +111,7 @@ def capture(
 
 
 def _recorded(lm: LM, plan: Recording, chat: str | bool, keep: Keep, into: Path | None, progress: bool | None) -> Trace:
-    """The trace of a plan, where it shall lie."""
+    """Record the trace of a plan, and move it where `keep` says."""
     bar = progress_bars.layers(hookable.layers_of(lm.model), plan.work, "prompt", progress)
     # A trace is of the model in its own type, whatever its caller casts.
     with bar, outside_autocast(lm.device):

@@ -23,7 +23,7 @@ HEADS_WORSE = "heads_worse/{percent}"
 
 
 def table_2(traces: Sequence[Trace], tables: str | None, share: float) -> Findings:
-    """Table 2: what is lost with raw attention in place of the stabilised utility, as a share of what CompilerKV keeps.
+    """Table 2: what is lost with raw attention instead of the stabilised utility, as a share of what CompilerKV keeps.
 
     Both fill the budget, so that both store the same.
 

@@ -41,7 +41,7 @@ def wide(printed: pd.DataFrame) -> pd.DataFrame:
 
 
 def averages(printed: pd.DataFrame) -> pd.DataFrame:
-    """Printed averages beside the averages of the rows: model, method, printed, again, gap (printed - again)."""
+    """Printed averages next to the averages of the rows: model, method, printed, again, gap (printed - again)."""
     table = wide(printed)
     again = table.drop(columns="average").mean(axis=1)
     frame = pd.DataFrame({"printed": table["average"], "again": again, "gap": table["average"] - again})
@@ -122,7 +122,7 @@ def _smallest_lead(printed: pd.DataFrame) -> float:
 
 
 def published_results(results: pd.DataFrame, printed: pd.DataFrame) -> Findings:
-    """The scores in the authors' repository beside table 1.
+    """The scores in the authors' repository next to table 1.
 
     Args:
         results: model, task, score.
@@ -200,7 +200,7 @@ def points(printed: pd.DataFrame) -> Findings:
 
 
 def points_in_words(points: Findings) -> str:
-    """Table 2's losses beside what appendix B.1 says of the thresholds."""
+    """Table 2's losses next to what appendix B.1 says of the thresholds."""
     rows = (
         f"{part:20}{points.row(POINTS, part=part).value:6.2f} points in the mean, "
         f"{points.row(LEAST_POINTS, part=part).value:.2f} at least"

@@ -208,7 +208,7 @@ def table_1(traces: Sequence[Trace], tables: str | None, share: float) -> Findin
         The table of `sweep`; metrics `retained/METHOD` (attention kept), `lost/METHOD` (the rest), `recalled/METHOD`,
         `stored/METHOD` (mean entries of the prompt); `gain_filled/kept/RIVAL` and `gain_filled/recall/RIVAL`,
         CompilerKV's measure over the rival's, less 1; `gain_twin/...`, where it has SnapKV's pooling and kept window
-        besides; and `gain_published/...`, the authors' code with that window, over `twin` too.
+        as well; and `gain_published/...`, the authors' code with that window, over `twin` too.
     """
     compared = methods(share, tables)
     filled = compared["filled"]

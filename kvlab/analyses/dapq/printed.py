@@ -59,7 +59,7 @@ def findings() -> Findings:
 
 
 def _longbench_v2(found: Findings) -> None:
-    """The numbers of table 4 besides its gaps."""
+    """The numbers of table 4 in addition to its gaps."""
     table: Any = papers.figure("dapq", "table4")
     hard = table.query("model == 'Llama3-8B-Instruct' and budget == 64").set_index("method")["hard"]
     found.set(HARD, hard[OURS] - hard["SnapKV"])

@@ -222,7 +222,7 @@ def figure_6b(
 def mutual(
     lm: LM, traces: Sequence[Trace], lengths: Sequence[int] = (4, 32, 128), budget: int = 128, share: float = 1 / 8
 ) -> Findings:
-    """Section 6.2: what pseudo-queries keep where they attend to each other, beside a softmax over the prompt alone.
+    """Section 6.2: what pseudo-queries keep where they attend to each other, next to a softmax over the prompt alone.
 
     Returns:
         Table with columns document, length, softmax ("prompt", "all"), measure, value. Metrics with intervals over

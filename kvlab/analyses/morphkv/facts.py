@@ -45,7 +45,7 @@ class PlantedFacts:
 
     Attributes:
         ids: int64 `[documents, tokens]`.
-        fact: for each text, the positions of the code where it is told.
+        fact: for each text, the positions of the code in the text.
         answers: for each text, how many tokens at its end are the code.
         question: for each text, the position at which the question begins.
     """
@@ -96,7 +96,7 @@ def _encode(lm: LM, text: str) -> Tensor:
 def early_facts(
     lm: LM, documents: Sequence[str], tokens: int, new_tokens: int, windows: Sequence[int], capacity: int, seed: int = 0
 ) -> Findings:
-    """Facts told in the first of `tokens` tokens and asked for `new_tokens` later, under caches of constant size.
+    """Facts in the first of `tokens` tokens and asked for `new_tokens` later, under caches of constant size.
 
     Args:
         tokens: of the prompt, with the fact.

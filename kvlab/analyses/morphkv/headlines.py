@@ -55,7 +55,7 @@ def memory() -> Findings:
         Table with columns benchmark, method, printed, morphkv, saving; metrics `bars/saving/h2o/longwriter` and so on,
         `figure9/snapkv_over_morphkv` and `figure9/full_over_morphkv` (LongBench, Llama), and by the stated settings of
         LongBench `figure9b/saving/no_answer` and `figure9b/saving/longest_answer`, whose SnapKV keeps the answer
-        besides.
+        as well.
     """
     bars = papers.figure("morphkv", "sizes").pivot(index="benchmark", columns="method", values="ratio")
     findings, rows = Findings(pd.DataFrame()), []
@@ -145,7 +145,7 @@ def choices_at_1_percent() -> Findings:
 
 
 def table_7() -> Findings:
-    """Table 7 beside table 1, and what appendix A.2 and the captions say of them.
+    """Table 7 next to table 1, and what appendix A.2 and the captions say of them.
 
     The table has seven headings and six numbers in a row: the sixth criterion is left out. In two rows the last number
     is not table 1's total but, it seems, that criterion: with it, the mean of six is table 1's.
@@ -190,7 +190,7 @@ def table_2() -> Findings:
 
 
 def logged_sizes() -> Findings:
-    """Figure 9a's text on MultiNews beside the authors' published logs: sizes as shares of the full cache's.
+    """Figure 9a's text on MultiNews next to the authors' published logs: sizes as shares of the full cache's.
 
     Returns:
         Table with columns method, stated, logged; metrics `figure9/multinews/snapkv`, `figure9/multinews/morphkv`.

@@ -66,7 +66,7 @@ BEYOND = ("2wmqa", "pcnt", "tqa")
 
 
 def scored(folder: Path) -> pd.DataFrame:
-    """The scores of the authors' answers, in percent, and each MorphKV setting beside SnapKV prompt by prompt.
+    """The scores of the authors' answers, in percent, and each MorphKV setting next to SnapKV prompt by prompt.
 
     Args:
         folder: with files MODEL__SETTING.jsonl.gz.
@@ -98,7 +98,7 @@ def scored(folder: Path) -> pd.DataFrame:
 
 
 def table_3() -> Findings:
-    """Table 3 beside the scores of the authors' answers.
+    """Table 3 next to the scores of the authors' answers.
 
     A cell is a task that the table prints for a model. A cell is clearly ahead, or behind, where the interval of
     MorphKV's score less SnapKV's, prompt by prompt, lies on one side of 0; else it is open.

@@ -76,7 +76,7 @@ def at_budget(trace: Trace, share: float, window: int) -> dict[str, Policy]:
     (and a smaller window, if a large group leaves it less than `window`). `snapkv_shared` stores one set for each KV
     head, as many entries as MorphKV. `snapkv_choosing` is the paper's with a window that takes no larger share of its
     entries than MorphKV's does: at the smallest budgets the window of the paper's leaves one entry to choose. All keep
-    the response besides.
+    the response as well.
     """
     entries = max(round(share * trace.prompt_length), window + 1, LEAST)
     of_head = max(entries * trace.kv_heads // trace.heads, 2)
@@ -187,7 +187,7 @@ def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findi
 
     Returns:
         Table with columns document, policy, prompt, step, measure, value: mass_lost, output_error, step_recall (means
-        over layers and heads) and stored_bytes (all layers, what is kept beside the entries included); metrics of
+        over layers and heads) and stored_bytes (all layers, what is kept with the entries included); metrics of
         `fading`, `times/mass_lost/h2o`: that policy's slope over MorphKV's, and `early/h2o` (`early_share`) with
         `earlier/h2o`, that policy's less MorphKV's.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvlab.inputs.models import LM
 
 SCORE_BYTES = 4
-"""Scores and attention rows that a policy keeps beside its entries are float32, whatever the cache is."""
+"""Scores and attention rows that a policy keeps with its entries are float32, whatever the cache is."""
 
 METHODS = ("full", "snapkv", "h2o", "morphkv")
 
@@ -105,7 +105,7 @@ def stored_bytes(
     element: int = 4,
     score_bytes: int = SCORE_BYTES,
 ) -> float:
-    """Bytes of one sequence over all layers, with what the method keeps beside its entries.
+    """Bytes of one sequence over all layers, with what the method keeps with its entries.
 
     H2O keeps one score for each entry, MorphKV `window` attention weights.
 
@@ -119,7 +119,7 @@ def stored_bytes(
 
 
 def against_formula(table: pd.DataFrame, model: Geometry, budget: int, window: int) -> Findings:
-    """Measured bytes of `along_a_response` beside the formula's, and how fast they grow.
+    """Measured bytes of `along_a_response` next to the formula's, and how fast they grow.
 
     Args:
         table: with columns document, policy, prompt, step, measure, value; SnapKV with a set for each query head.
@@ -179,7 +179,7 @@ def benchmark_sizes(benchmark: str) -> pd.DataFrame:
     """Cache sizes of the stated settings at the implied length, relative to full attention.
 
     Returns:
-        Columns model, method, ratio (keys and values), with_rows (and what is kept beside them, all in bfloat16).
+        Columns model, method, ratio (keys and values), with_rows (and what is kept with them, all in bfloat16).
     """
     stated, total = settings(benchmark), implied_length(benchmark)
     # LongWriter's and LongGenBench's prompts fit into every budget, so only prompt + response matters there.
@@ -202,7 +202,7 @@ def benchmark_sizes(benchmark: str) -> pd.DataFrame:
 
 
 def printed_sizes() -> Findings:
-    """Figures 6, 8 and 9 by formula at the implied lengths, beside what is printed.
+    """Figures 6, 8 and 9 by formula at the implied lengths, next to what is printed.
 
     Returns:
         Table with columns benchmark, method, predicted, with_rows, printed, tokens (the implied length); metrics

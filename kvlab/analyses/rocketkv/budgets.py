@@ -106,7 +106,7 @@ def snapkv_as_compared(trace: Trace, budget: int, sets: Literal["head", "group"]
     budget than there.
 
     Returns:
-        None if that leaves no room beside the window.
+        None if that leaves no room outside the window.
     """
     left, window = budget - trace.steps, WINDOW
     if sets == "head":
@@ -243,7 +243,7 @@ def _compare(findings: Findings, measure: str) -> None:
 
 
 def _oracle(findings: Findings, measure: str, losses: pd.DataFrame, levels: Sequence[float]) -> None:
-    """How little Exact-TopK loses: beside the best rival at the largest compression, and at a quarter of it."""
+    """How little Exact-TopK loses: against the best rival at the largest compression, and at a quarter of it."""
     tightest = levels[-1]
     at_tightest = losses.xs(tightest, axis=1, level="compression")
     oracle, rival = at_tightest.loc[:, "exact_topk"], at_tightest.loc[:, best_rival(-at_tightest.mean())]

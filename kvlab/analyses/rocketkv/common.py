@@ -61,7 +61,7 @@ def formulas(compressions: Sequence[float] = (4, 16, 64)) -> pd.DataFrame:
 
 
 def table_1(trace: Trace, budgets: Sequence[int] = (256, 512, 1024, 2048)) -> Findings:
-    """Table 1 as a function of c = S / t, beside the bytes of a replay; S is the prompt and the response.
+    """Table 1 as a function of c = S / t, next to the bytes of a replay; S is the prompt and the response.
 
     SnapKV keeps every generated token, so its prompt gets the budget less the response (the paper's appendix A.3).
     Where that is smaller than its window, there is no measurement.

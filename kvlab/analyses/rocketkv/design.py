@@ -116,7 +116,7 @@ def stage_by_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = Non
         `gain/output_error/snapkv_gqa_over_snapkv/c6`, with intervals over documents; `widening/...`, the gain at the
         largest compression less that at the smallest. `redundancy/c6`: of the entries that SnapKV's query heads choose
         outside the window, the share that another head of the group has already chosen; `redundancy/over_chance/c6`:
-        the same less the share of heads that choose at random. A compression that leaves SnapKV no room beside its
+        the same less the share of heads that choose at random. A compression that leaves SnapKV no room outside its
         window and the response, as in large groups, has none of these.
 
     Raises:
@@ -207,7 +207,7 @@ def kernels(
         prompt_lengths: tokens of the prompts, ascending, to which they are cut; those of `lengths` by default.
         sizes: kernels, odd.
         compression: S / t at every length; at a larger one the shortest prompts of 300 tokens would leave the first
-            stage little to choose beside its window.
+            stage little to choose outside its window.
         steps: tokens of the text that follow as the response.
 
     Returns:

@@ -81,13 +81,13 @@ def _add(findings: Findings, effect: str, values: pd.Series, **keys: Hashable) -
 
 
 def memory_findings(decoded: pd.DataFrame, weight_bytes: int) -> Findings:
-    """Bytes held while decoding (exact): one row for each length, batch and policy. Activations are left out.
+    """Stored bytes while decoding (exact): one row for each length, batch and policy. Activations are left out.
 
     Args:
         decoded: of `timings.decoding`.
 
     Returns:
-        Table with columns length, batch, policy, stored_bytes (keys, values and what the policy keeps beside them),
+        Table with columns length, batch, policy, stored_bytes (keys, values and what the policy keeps with them),
         share (of the full cache's), total_bytes (with the weights), saving (1 - total / the full cache's total);
         metrics `stored/POLICY/longest` (the share), `memory_saving/POLICY/longest` and `cache_beside_weights/longest`
         (bytes of the full cache for each byte of the weights).

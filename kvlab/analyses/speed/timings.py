@@ -111,7 +111,7 @@ def decoding(
     repeats: int = 5,
     batched: Sequence[str] | None = None,
 ) -> pd.DataFrame:
-    """Time of a decoding step and bytes held, over prompt lengths at batch 1, and over batch sizes at the shortest.
+    """Time of a decoding step and stored bytes, over prompt lengths at batch 1, and over batch sizes at the shortest.
 
     One prefill serves all policies: each run branches off from it. The first step, in which a policy compresses, is not
     timed as a step.
@@ -122,11 +122,11 @@ def decoding(
         batches: sequences at once; 1 is always measured.
         steps: decoding steps that are timed.
         repeats: rounds.
-        batched: which of `chosen` to measure at batch sizes above 1 (None: all), besides the full cache.
+        batched: which of `chosen` to measure at batch sizes above 1 (None: all), in addition to the full cache.
 
     Returns:
         One row for each length, batch, policy and round: seconds_per_step (median over the steps), first_step
-        (seconds, compression included), kv_bytes, aux_bytes (what the policy keeps beside them), read_bytes (of the
+        (seconds, compression included), kv_bytes, aux_bytes (what the policy keeps with them), read_bytes (of the
         last step), peak_bytes (above what was there before; nan on a CPU, where it takes a process of its own:
         `kvlab bench memory`). A run that does not fit into a GPU's memory has nan.
 

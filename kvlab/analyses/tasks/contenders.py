@@ -40,7 +40,7 @@ LEFT_OUT = (
 
 
 def named(names: Sequence[str] = ("quick",), lm: LM | None = None) -> list[str]:
-    """Policies by name, where "all" stands for every one, and "quick" for those that cost little besides the others.
+    """Policies by name, where "all" stands for every one, and "quick" for those that cost little extra.
 
     Args:
         lm: a model that has to have what each policy of "all" cannot do without.

@@ -23,10 +23,10 @@ ARTICLES = ("squad/Oxygen", "squad/Rhine", "squad/Pharmacy", "squad/Yuan_dynasty
 """The articles of the questions in the quick profile."""
 
 NEW_TOKENS = 16
-"""The longest answer that a policy is told to expect."""
+"""The longest answer that a policy must expect."""
 
 IDENTIFIER_TOKENS = 48
-"""The longest identifier that a policy is told to expect: a blank and 36 characters, at most a token for each."""
+"""The longest identifier that a policy must expect: a blank and 36 characters, at most a token for each."""
 
 QUESTION_TOKENS = range(6, NEW_TOKENS + 1)
 """Allowed tokens of a question's answer: at least four scored ones, as many as a needle of five digits has."""

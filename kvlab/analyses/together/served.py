@@ -29,7 +29,7 @@ class Served(AsIs):
 def as_served(storage: str | Storage) -> Storage:
     """The same storage, where what it keeps in the model's precision counts 2 bytes a number; values do not change.
 
-    Codes, scales, steps and zeros count as they do, and so does what a policy keeps beside the entries.
+    Codes, scales, steps and zeros count as they do, and so does what a policy keeps with the entries.
     """
     form = stored_as(storage)
     # A store leaves entries alone that are in a storage of the same name.

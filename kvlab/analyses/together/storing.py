@@ -115,7 +115,7 @@ def measure(lm: LM, traces: Sequence[Trace], found: Sequence[System], items: Seq
 
     Returns:
         One row for each: document, policy, budget (missing for the full cache), storage, measure, value, stored_bytes
-        (of entries and what a policy keeps beside them), full_bytes (what the full cache stores there).
+        (of entries and what a policy keeps with them), full_bytes (what the full cache stores there).
     """
     rows: list[dict[str, Any]] = []
     total = (2 * len(traces) + len(items)) * len(found)

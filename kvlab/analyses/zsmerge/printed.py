@@ -38,7 +38,7 @@ LLAMA_SYMBOLIC = "table7/over_snapkv/llama_symbolic"
 
 def cells(name: str) -> pd.DataFrame:
     """A printed table as one row for each cell: model, capacity (where there is one), what, and a column for each
-    method; `what` is a category, a task or a level. The full cache's score stands beside every capacity.
+    method; `what` is a category, a task or a level. The full cache's score stands next to every capacity.
     """
     table = papers.figure("zsmerge", name)
     keys = [key for key in ("model", "budget", "capacity") if key in table]

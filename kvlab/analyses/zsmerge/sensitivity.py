@@ -99,7 +99,7 @@ def figure_5(traces: Sequence[Trace], ratio: float = 0.2, sweeps: Mapping[str, S
 
 
 def open_choices(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
-    """Beside figure 5's numbers: what the paper leaves open (`merging.CHOICES`), one at a time, from the recommended
+    """Next to figure 5's numbers: what the paper leaves open (`merging.CHOICES`), one at a time, from the recommended
     configuration.
 
     Returns:

@@ -43,7 +43,7 @@ def theorem_1(traces: Iterable[Trace], zsmerge: Policy | None = None, steps: int
         attention fell by more than rounding), `theorem1/smallest_margin` and `theorem1/merges`, or
         `theorem1_decoding/...` after decoding steps; and, where there are two slots or more, `theorem1/fullest_slot`
         (of the merged tokens, the share that the fullest slot of a KV head holds, with its interval over documents)
-        beside `theorem1/even_slot` (what it would be if all held as many).
+        next to `theorem1/even_slot` (what it would be if all held as many).
     """
     zsmerge = policy("zsmerge", budget=0.2) if zsmerge is None else zsmerge
     moment = WHILE_DECODING if steps else AFTER_PREFILL

@@ -71,7 +71,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[str]:
-    """The files that an index of weights names, all of them safetensors files beside it."""
+    """The files that an index of weights names, all of them safetensors files next to it."""
     try:
         names = sorted(set(parsed(read_text(index))["weight_map"].values()))
     except (json.JSONDecodeError, LookupError, TypeError, AttributeError):

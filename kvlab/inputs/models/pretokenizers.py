@@ -66,7 +66,7 @@ class Splitting:
         pre_tokenizer: makes it; None leaves transformers' own, which is right for this name.
         composed: text is normalised to NFC first.
         whole: a piece that is a token as it stands is not merged.
-        ends: tokens that end a response besides the file's own, as the published generation_config.json has them.
+        ends: tokens that end a response, not only the file's own, as the published generation_config.json has them.
     """
 
     pre_tokenizer: Callable[[], Any] | None = None

@@ -72,7 +72,7 @@ def fetched(model: KnownModel) -> list[Part]:
 
 
 def room(model: KnownModel, source: str) -> int:
-    """Bytes that a pull needs on the disk besides what is there: the most that lies there at one time."""
+    """Bytes that a pull needs on the disk in addition to what is there: the most that lies there at one time."""
     if source == "hub":
         return model.size + model.disk
     held = sum(part.size for part in fetched(model))

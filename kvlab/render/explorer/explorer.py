@@ -355,7 +355,7 @@ class Explorer:
             self._answer(lambda: self.show(**{name: value}))
 
     def _answer(self, action: Callable[[], None]) -> None:
-        """Do what a control asks for. An error is shown beside the controls, which then go back to what the picture
+        """Do what a control asks for. An error is shown next to the controls, which then go back to what the picture
         shows.
         """
         try:

@@ -33,7 +33,7 @@ BUDGET = "budget, entries for each layer and KV head"
 
 
 def _printed_by_method(values: pandas.Series) -> dict[str, float]:
-    """The paper's values of each method, by kvlab's names; its own stands beside the sets that fill the budget."""
+    """The paper's values of each method, by kvlab's names; its own stands next to the sets that fill the budget."""
     known = values.to_dict()
     return {name: known[label] for name, label in quality.LABELS.items() if label in known}
 
@@ -48,7 +48,7 @@ def _scores() -> pandas.DataFrame:
 def table_1(findings: Findings) -> Figure:
     """The gain of CompilerKV's filled sets on each rival: a row for each rival, a panel for each measure.
 
-    Beside it stand LongBench's averages, its twin with SnapKV's pooling and window, and the authors' code.
+    Next to it stand LongBench's averages, its twin with SnapKV's pooling and window, and the authors' code.
 
     findings: of `quality.table_1`.
     """

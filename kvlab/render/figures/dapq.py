@@ -42,7 +42,7 @@ MEASURES = {"similarity": "cosine with the true queries", "recall": "recall of t
 
 
 def table_1(findings: Findings, model: str) -> Figure:
-    """Table 1 after and before RoPE: the paper's cosines beside those of `model`."""
+    """Table 1 after and before RoPE: the paper's cosines next to those of `model`."""
     printed = papers.figure("dapq", "table1").set_index("condition")
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
     for ax, (rope, when) in zip(axes, {"post": "after RoPE", "pre": "before RoPE"}.items(), strict=True):
@@ -299,7 +299,7 @@ def retained_sets(findings: Findings, window: int) -> Figure:
 
 
 def figure_6a(findings: Findings) -> Figure:
-    """Figure 6a: recall by content and budget, and how much it varies over the contents beside the paper's number."""
+    """Figure 6a: recall by content and budget, and how much it varies over the contents next to the paper's number."""
     recalls = findings.frame(pseudo.CONTENT).query("measure == 'recall'")
     variation, intervals = plots.by_key(findings.frame(pseudo.VARIATION).query("measure == 'recall'"), "budget", 100)
     printed = papers.figure("dapq", "section6_1").set_index("quantity").at["coefficient_of_variation", "value"]

@@ -46,7 +46,7 @@ def needles(answers: Sequence[Answer]) -> Figure | None:
 def draw(answers: Sequence[Answer], path: Path, compared: Sequence[Answer] = ()) -> Path | None:
     """Write the heatmap of needles, or the scores by turn, to this PNG file and return its path; None without.
 
-    compared: answers of earlier runs; those that were compressed at another moment stand beside these, turn by turn.
+    compared: answers of earlier runs; those that were compressed at another moment stand next to these, turn by turn.
     """
     from kvlab.lib.figures import save
     from kvlab.render.figures import turns

@@ -135,7 +135,7 @@ def figure_2a(stored: Findings, model: str) -> Figure:
 
 
 def figures_6_8_and_9(predicted: Findings) -> Figure:
-    """Cache sizes by formula beside the printed ones, and the memory that MorphKV saves.
+    """Cache sizes by formula next to the printed ones, and the memory that MorphKV saves.
 
     predicted: of `sizes.printed_sizes`.
     """
@@ -225,7 +225,7 @@ def by_step(ax: Axes, table: pandas.DataFrame, measure: str, ylabel: str, title:
 
 
 def tables_2_and_3(on_responses: Findings, answers: Findings) -> Figure:
-    """The stated gains beside those recomputed from the tables, and table 3's difference by the authors' answers.
+    """The stated gains next to those recomputed from the tables, and table 3's difference by the authors' answers.
 
     on_responses: of `printed.long_responses`; answers: of `rescored.table_3`.
     """

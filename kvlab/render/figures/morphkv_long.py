@@ -97,7 +97,7 @@ def early_facts(found: Findings) -> Figure:
 
 
 def stated_and_recomputed(memory: Findings, gains: Findings) -> Figure:
-    """Stated numbers beside what the paper's own figures give: memory saved, and figure 2b.
+    """Stated numbers next to what the paper's own figures give: memory saved, and figure 2b.
 
     memory: of `headlines.memory`; gains: of `headlines.figure_2b`.
     """

@@ -64,7 +64,7 @@ def figure(portrait: Portrait) -> Figure:
 def _panel(
     part: SubFigure, shares: Tensor, counts: Tensor, portrait: Portrait, title: str, counted: str, unit: str
 ) -> Axes:
-    """Shares `[layers, kv_heads, positions]` as a map of layer by position, its mean over layers above it, and beside
+    """Shares `[layers, kv_heads, positions]` as a map of layer by position, its mean over layers above it, and next to
     it the number of tokens of each layer's KV heads, `[layers, kv_heads]`.
     """
     grid = part.subplots(

@@ -31,7 +31,7 @@ ERROR = "relative error of the output"
 
 
 def figure_1(findings: Findings) -> Figure:
-    """Figure 1: the paper's F1 on qasper beside the attention that is kept; eviction and selection apart."""
+    """Figure 1: the paper's F1 on qasper next to the attention that is kept; eviction and selection apart."""
     methods = ["exact_topk", "duoattention", "snapkv", "quest", "sparq"]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8))
     qasper = papers.figure("rocketkv", "figure1")

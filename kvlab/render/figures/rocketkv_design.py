@@ -63,7 +63,7 @@ def first_stage(findings: Findings) -> Figure:
 
 
 def figure_7(findings: Findings) -> Figure:
-    """Figure 7: losses by pooling kernel and length, and the best kernel by length beside the paper's."""
+    """Figure 7: losses by pooling kernel and length, and the best kernel by length next to the paper's."""
     printed, best = papers.figure("rocketkv", "figure7"), design.best_kernels(findings.table)
     mean = best.groupby("length")["kernel"].agg(stats.gmean)
     values, kernels = findings.frame(design.KERNEL), sorted(findings.table["kernel"].unique())

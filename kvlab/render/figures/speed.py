@@ -143,7 +143,7 @@ def batches(findings: Findings, policies: Sequence[str]) -> Figure:
 
 
 def first_token(first: Findings, answers: Findings, policies: Sequence[str]) -> Figure:
-    """Additional time to the first token, and time saved over a whole answer, beside CompilerKV's table A1.
+    """Additional time to the first token, and time saved over a whole answer, next to CompilerKV's table A1.
 
     first: of `ratios.first_token_findings`; answers: of `ratios.answer_findings`; policies: all that are compared.
     """
@@ -230,7 +230,7 @@ def _stored(ax: Axes, single: pandas.DataFrame, policies: Sequence[str]) -> None
 
 
 def _memory_saved(ax: Axes, saved: pandas.DataFrame, policies: Sequence[str]) -> None:
-    """A curve over the prompt for all policies that save alike, beside what two papers print."""
+    """A curve over the prompt for all policies that save alike, next to what two papers print."""
     rows = saved.assign(percent=100 * saved["saving"]).sort_values("length")
     percent = {policy: part["percent"].to_numpy() for policy, part in rows.groupby("policy")}
     lengths = sorted(set(rows["length"]))

@@ -130,7 +130,7 @@ def against_budget(findings: Findings) -> Figure:
 
 
 def single_3(findings: Findings) -> Figure:
-    """Losses on RULER's identifiers over the budget, beside the scores that DapQ's table 5 prints.
+    """Losses on RULER's identifiers over the budget, next to the scores that DapQ's table 5 prints.
 
     findings: of `gains.findings`, with the task `single_3`.
     """

@@ -52,7 +52,7 @@ TITLES = {"output_error": "Who is nearest to the full cache?", "mass_lost": "Who
 
 
 def pareto(measured: pd.DataFrame, side: str, limit: pd.DataFrame | None = None) -> Figure:
-    """Error against bytes: a curve for each policy, the Pareto front ringed, names beside the last points.
+    """Error against bytes: a curve for each policy, the Pareto front ringed, names next to the last points.
 
     Of more than `FEW` policies only those on the front and those of `PAPERS` have a colour, bars and a name. The others
     are thin and grey. Both axes are logarithmic, so the full cache, which loses nothing, is a line at its bytes.
@@ -260,7 +260,7 @@ def _with_interval(row: Mapping[str, Any], name: str, form: str) -> str:
 
 
 def needles(findings: Findings, budget: float) -> Figure:
-    """A row for each policy, those that find most first: a cell for each length and depth, and the mean beside them.
+    """A row for each policy, those that find most first: a cell for each length and depth, and the mean next to them.
 
     findings: of `equal_bytes.needles`, at this budget.
     """

@@ -29,7 +29,7 @@ OFFSET = 0.06
 DASHES = ("-", "--", ":", "-.")
 """Of a policy's storages, which share its colour."""
 WITH_WHISKERS = len(plots.COLOURS)
-"""So many curves are told apart with their intervals; of more the means alone are drawn."""
+"""So many curves are distinguished with their intervals; of more the means alone are drawn."""
 
 
 def scores(answers: Sequence[Answer]) -> Figure | None:

@@ -37,7 +37,7 @@ def run(
 ) -> list[Result]:
     """Run all jobs of the named experiments, `workers` at once (default: 2, or 1 on a single core).
 
-    With `models` every experiment runs once on each of them, in place of the model that its file names; one whose
+    With `models` every experiment runs once on each of them, instead of the model that its file names; one whose
     notebook has no parameter `model` runs once.
     Everything is checked before anything runs: names, parameters, notebooks, documents, the store. A finished job with
     the same content key is not run again unless `fresh`. A job that fails does not stop the others; its executed copy

@@ -93,7 +93,7 @@ class Progress:
             self.say(f"{waiting} jobs, {self.workers} at once{left}")
 
     def set(self, number: int, state: str, why: str = "", seconds: float | None = None) -> None:
-        """Move a job to another state; `why` is shown beside it."""
+        """Move a job to another state; `why` is shown next to it."""
         row = self.rows[number]
         if state == "running":
             row.begun = time.monotonic()

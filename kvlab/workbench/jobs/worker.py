@@ -87,7 +87,7 @@ def _literally(path: str) -> str:
 
 
 def to_html(path: Path) -> Path | None:
-    """The notebook as one HTML file beside it, readable offline: pictures inside, no scripts from elsewhere.
+    """The notebook as one HTML file next to it, readable offline: pictures inside, no scripts from elsewhere.
 
     None if the export fails, which must not fail a run whose numbers are good.
     """

@@ -200,7 +200,7 @@ def thumbnail(entry: Entry, shown: Mapping[str, Evidence]) -> Picture | None:
 
 
 def beside_claims(judged: Iterable[Entry], shown: Mapping[str, Evidence]) -> list[Picture]:
-    """The pictures that stand as small copies beside claims, each once."""
+    """The pictures that stand as small copies next to claims, each once."""
     named = {picture.anchor: picture for entry in judged if (picture := thumbnail(entry, shown))}
     return list(named.values())
 

@@ -442,6 +442,6 @@ def data(charts: Sequence[Chart]) -> dict[str, Any]:
 
 
 def render(environment: jinja2.Environment, charts: Sequence[Chart], **given: Any) -> str:
-    """The page, which needs nothing but itself."""
+    """The page, which needs only itself."""
     models = list(dict.fromkeys(chart.model for chart in charts))
     return environment.get_template(f"{PAGE}.j2").render(data=data(charts), models=models, **given)

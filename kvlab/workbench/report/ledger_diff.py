@@ -107,8 +107,8 @@ class Comparison:
 
 
 def compare(kept: Iterable[Entry], new: Iterable[Entry]) -> Comparison:
-    """Set new entries beside kept ones of the same claim and model (by name, whatever the hash of its weights); of
-    several profiles that were kept, beside the new one's, else beside the first.
+    """Set new entries next to kept ones of the same claim and model (by name, whatever the hash of its weights); of
+    several profiles that were kept, next to the new one's, else next to the first.
 
     They differ where the verdict is another, or where the new value lies outside the kept interval; where that has no
     width, where the value moved by more than PRECISION. Timings are left out: they vary with the machine.

@@ -126,7 +126,7 @@ def _tagged(tags: list[dict[str, str]]) -> int | None:
 def _catalogued(name: str) -> int | None:
     """The size of a known model as its makers give it.
 
-    A GGUF file may hold an output matrix of its own beside the embedding that the published model uses twice, so that
+    A GGUF file may hold an output matrix of its own next to the embedding that the published model uses twice, so that
     the weights that were loaded are more.
     """
     from kvlab.inputs.models import MODELS

@@ -98,7 +98,7 @@ GENERATOR = '<meta name="generator" content="kvlab report">'
 def write(out: str | Path | None = None, model: str | Sequence[str] | None = None, profile: str | None = None) -> Path:
     """Write report.html and claims.csv into `out` (default: the project's `report`); returns the page.
 
-    With several models there is a page for each beside report.html, and leaderboard.html where `all_together` has run.
+    With several models there is a page for each next to report.html, and leaderboard.html where `all_together` has run.
     Each file appears whole or not at all. Raises KvlabError where they cannot be written, the store not be read, or no
     run in it measured a claim.
     """
@@ -137,7 +137,7 @@ def save(
 
     steady: what was measured of findings with other seeds and texts; those that flip are marked.
     scores: of tasks, which stand in tables of their own.
-    charts: of the leaderboard, a page beside the others; without any there is none.
+    charts: of the leaderboard, a page next to the others; without any there is none.
     """
     folder = _folder(out)
     pages = render(judged, steady, scores, charts)

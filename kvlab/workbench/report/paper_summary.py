@@ -52,7 +52,7 @@ def digest(of_paper: Sequence[Entry], order: Sequence[Subject], says: str = "") 
 
     What it claims; how many findings stand where; which hold and which fail on every model, with those that fewer
     models measured, two at least, and are alike on them; which turn between models (on one model: stay undecided);
-    how ours lie beside the printed numbers, and which way that goes with the model's size.
+    how ours compare with the printed numbers, and which way that goes with the model's size.
 
     Args:
         of_paper: the entries of one paper, on all models.
@@ -177,7 +177,7 @@ def _sentence(text: str) -> str:
 
 
 def _printed(of_paper: Sequence[Entry], order: Sequence[Subject]) -> str:
-    """How ours lie beside the printed numbers of the same unit, on the largest model, and where that goes with size."""
+    """How ours compare with the printed numbers of the same unit, on the largest model, and its trend with size."""
     largest = order[-1]
     pairs = [
         (entry, paper)

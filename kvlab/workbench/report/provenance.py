@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 THOROUGH = ("full", "gpu")
-"""The profiles that are shown in place of others, the most thorough one last; the quick one stands behind all."""
+"""The profiles that are shown instead of others, the most thorough one last; the quick one stands behind all."""
 
 
 def thoroughness(profile: str) -> tuple[int, str]:

@@ -212,7 +212,7 @@ def of_entries(found: Iterable[Stability]) -> Callable[[Entry], Stability | None
 
 
 def keep(folder: Path, lines: Iterable[Line]) -> list[Path]:
-    """Write the lines of each model as FOLDER/stability/MODEL.csv, whole or not at all, in place of what was there.
+    """Write the lines of each model as FOLDER/stability/MODEL.csv, whole or not at all, instead of what was there.
 
     Columns: paper, finding, claim, model, profile; seed and documents, `any` where the experiment has no such parameter
     or never reads it; verdict, value, low, high; and of the run its signature, commit and machine.

@@ -25,7 +25,7 @@ def keep(folder: Path, answers: Sequence[Answer], machine: str) -> Path:
 
     A line for each task (and each kind of its examples, each of its modes and each turn of a mode), policy, budget,
     storage and moment of compression: the mean score with its 95 % interval, the difference from the full cache on the
-    same examples with its own, bytes held and seconds for an answer; and what they come from.
+    same examples with its own, stored bytes and seconds for an answer; and what they come from.
 
     Args:
         machine: what it ran on, in words.

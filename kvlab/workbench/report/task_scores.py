@@ -98,7 +98,7 @@ class Board:
 
     @property
     def policies(self) -> int:
-        """How many there are beside the full cache; one may have several rows, with one setting each."""
+        """How many there are without the full cache; one may have several rows, with one setting each."""
         return len({name.split(",")[0] for name, _ in self.rows})
 
 

@@ -52,7 +52,7 @@ def database_path(uri: str) -> Path | None:
 
 
 def artifact_location(experiment: str, uri: str) -> str | None:
-    """Where the artifacts of an experiment go: beside a sqlite database; a server decides for itself (None)."""
+    """Where the artifacts of an experiment go: next to a sqlite database; a server decides for itself (None)."""
     path = database_path(uri)
     return (path.parent / "artifacts" / experiment).as_uri() if path else None
 

@@ -26,7 +26,7 @@ def add(kind: str, name: str, with_tasks: bool = False) -> list[Path]:
     Args:
         kind: one of KINDS.
         name: a word in small letters; of a claim, PAPER.NAME: a paper that is not there yet is begun.
-        with_tasks: of a notebook: it scores answers of the live model to tasks, in place of replays.
+        with_tasks: of a notebook: it scores answers of the live model to tasks, instead of replays.
 
     Raises:
         KvlabError: outside a workspace, an unknown kind, a name that is no word or is taken, or a file that is there.

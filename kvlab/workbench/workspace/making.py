@@ -26,7 +26,7 @@ from kvlab.workbench.workspace.rendering import render, templates
 FOLDERS = ("notebooks", "experiments", "papers/figures", "policies", "tasks", "tests", "mlruns")
 EXAMPLE, WHEELS = "first_tokens", "wheels"
 EXTRAS = ("lab", "workspace")
-"""Those of kvlab's: what experiments and `make test` need besides."""
+"""Those of kvlab's: what experiments and `make test` need as well."""
 
 
 def new(folder: str | Path, paper: str | None = None, with_wheel: bool = False) -> Path:
