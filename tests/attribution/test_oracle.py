@@ -140,7 +140,7 @@ def test_given_sets_of_another_prompt_are_refused(tiny):
     sets = torch.arange(20).expand(2, 2, -1)
     trace = kvlab.capture(tiny(), prompt(12), 2, pseudo=())
     assert kvlab.replay(trace, GivenSets(budget=20, sets=sets)).summary["recall"] == 1
-    assert "reach position 19" in refusal(kvlab.replay, trace, GivenSets(budget=8, sets=sets))
+    assert "last position 19" in refusal(kvlab.replay, trace, GivenSets(budget=8, sets=sets))
 
 
 def test_oracle_effect_loses_no_more_than_what_it_was_made_from(tiny):

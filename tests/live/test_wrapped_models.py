@@ -149,7 +149,7 @@ def test_projection_that_is_not_linear_is_refused():
 
     first = plain.model.layers[0].self_attn
     first.o_proj = Bent(first.o_proj.in_features, first.o_proj.out_features)
-    with pytest.raises(kvlab.KvlabError, match="no linear map"):
+    with pytest.raises(kvlab.KvlabError, match="needs a linear output projection"):
         kvlab.compress(plain, kvlab.policy("criticalkv", budget=40))
 
 

@@ -88,6 +88,6 @@ def test_a_claims_stand_in_is_the_measure_that_its_metric_names():
 
 def test_the_page_has_the_numbers_of_the_rule():
     page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
-    rule = re.search(r"\*\*Weak stand-ins\.\*\*.*?\n\n(?=In the report)", page, re.S)[0]
+    rule = re.search(r"### Weak stand-ins\n.*?(?=\n### )", page, re.S)[0]
     assert f"below {LEAST_RHO:g}" in rule and LEAST_DOCUMENTS == 8 and "fewer than eight documents" in rule
     assert papers.WEAK in re.sub(r"\s+", " ", rule)
