@@ -88,7 +88,7 @@ SIX = (
 LONGEST_TEXT = 20_000  # of a page, for the search's excerpts: characters
 LIST = ("| name | |", "|---|---|")
 BAR = "\\|"  # within a table of Markdown
-OPTIONS = "kvlab.traces.recording.Options"
+OPTIONS = ("kvlab.traces.recording.Options", "kvlab.inputs.models.loading.Placing")
 ALIASES = [
     *("kvlab.traces.recording.OnePrompt", "kvlab.traces.recording.SeveralPrompts", "kvlab.replays.run.OneTrace"),
     *("kvlab.replays.run.SeveralTraces", "kvlab.replays.run.SeveralPolicies", "kvlab.replays.run.SeveralStorages"),
@@ -426,8 +426,9 @@ def _reference(source: Path) -> None:
             parts.append(_listed(f"kvlab.{name}", folder, "\n".join(_explained(f"kvlab.{name}"))))
         parts.append("")
     parts += ["## Types in signatures", "", *LIST]
-    options = "\n".join(["```{eval-rst}", f".. autoclass:: {OPTIONS}", "   :members:", "   :undoc-members:", "```"])
-    parts.append(_listed(OPTIONS, folder, options))
+    for options in OPTIONS:
+        members = ["   :members:", "   :undoc-members:", "```"]
+        parts.append(_listed(options, folder, "\n".join(["```{eval-rst}", f".. autoclass:: {options}", *members])))
     parts += [_listed(alias, folder, "\n".join(_explained(alias))) for alias in ALIASES]
     parts += ["", "## Modules", "", *LIST]
     for title, modules in MODULES.items():

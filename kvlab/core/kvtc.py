@@ -193,6 +193,7 @@ class Coder:
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)
 def coders(calibration: Calibration, name: str, bits: float) -> list[Coder]:
     """Those of all layers and heads, one layer behind the other."""
     shape = calibration.shape

@@ -25,6 +25,7 @@ LARGEST_SCALE = Fp8.LARGEST
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)
 def _levels(device: torch.device) -> Tensor:
     """The number of each of the 16 codes, on a device."""
     levels = torch.tensor(LEVELS)
@@ -32,6 +33,7 @@ def _levels(device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)
 def _bounds(device: torch.device) -> Tensor:
     """Where the code of a magnitude changes, on a device."""
     levels = torch.tensor(LEVELS)

@@ -40,6 +40,7 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
+@torch.inference_mode(False)
 def _apart(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, device=device)
 
@@ -81,6 +82,7 @@ class Picking:
 
 
 @lru_cache(maxsize=256)
+@torch.inference_mode(False)
 def firsts(rows: int, heads: int, row: int, head: int, device: torch.device) -> Tensor:
     """What lies before each head's first slot, int64 `[rows, heads, 1]`, to be read, where so much lies from one row or
     head to the next. It stays the same until a store grows, and is asked for at every step of every layer.

@@ -37,6 +37,7 @@ ROUNDS, NEAR = 20_000, 1e-10
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def codebook(bits: int, head_dim: int) -> Tensor:
     """The Lloyd-Max levels of one coordinate of a random unit vector, ascending, float32 `[2^bits]`."""
     edges = np.linspace(-1, 1, CELLS + 1)
@@ -55,6 +56,7 @@ def codebook(bits: int, head_dim: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def on_device(device: torch.device, table: Callable[..., Tensor], *of: int) -> Tensor:
     """A table of these arguments, copied to a device once: every step reads it, and a copy waits for a GPU."""
     return copied(table(*of), device)
@@ -104,11 +106,13 @@ class Rotation:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def rotation(head_dim: int, seed: int) -> Rotation:
     return Rotation(head_dim, seed)
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def projection(head_dim: int, seed: int) -> Tensor:
     """A random orthogonal matrix, float32 `[head_dim, head_dim]`, the same for the same seed. Sums of its entries are
     exact in any order, since these are multiples of 2^-14.

@@ -155,6 +155,7 @@ def _by_slot(noise: Tensor, kv_heads: int) -> Tensor:
 
 
 @lru_cache(maxsize=256)
+@torch.inference_mode(False)
 def _block(seed: int, layer: int, heads: int, block: int, device: torch.device) -> Tensor:
     """Standard Gumbel noise of `BLOCK` key positions, `[heads, BLOCK]`, the same in whatever chunks it is asked for."""
     generator = torch.Generator().manual_seed(((seed * 1_000_003 + layer) * 1_000_003 + block) % 2**63)

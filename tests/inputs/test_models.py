@@ -233,3 +233,10 @@ def test_random_models_say_what_is_missing():
         models.random_lm("tiny-llama-gqa", layers=0)
     with pytest.raises(KvlabError, match="no tokenizer"):
         models.random_lm("tiny-llama-gqa").encode("text")
+
+
+def test_a_model_that_is_loaded_in_inference_mode_can_be_differentiated():
+    with torch.inference_mode():
+        made = [models.random_lm("tiny-llama-gqa"), loading.load("random:tiny-llama-gqa")]
+    weights = [weight for lm in made for weight in (*lm.model.parameters(), *lm.model.buffers())]
+    assert weights and not any(weight.is_inference() for weight in weights)

@@ -66,7 +66,9 @@ def test_a_model_of_their_shape_has_their_weights():
 
 def test_other_shapes_run_with_equal_weights_and_say_so():
     trace = trace_of(model(6, 4, 2, 60), 60)
-    with pytest.warns(UserWarning, match=r"neutral tables: the authors' weights are for 32 layers of 32 query heads, not 4 of 4"):
+    with pytest.warns(
+        UserWarning, match=r"neutral tables: the authors' weights are for 32 layers of 32 query heads, not 4 of 4"
+    ):
         kvlab.replay(trace, kvlab.policy("compilerkv", budget=20, **RUNS))
 
 

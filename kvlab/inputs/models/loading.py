@@ -45,6 +45,8 @@ class Placing(TypedDict, total=False):
     quantization_config: QuantizationConfigMixin
 
 
+# A caller in inference mode would get weights that no later backward pass can use.
+@torch.inference_mode(False)
 def load(
     name_or_path: str | os.PathLike = DEFAULT,
     device: str = "auto",
@@ -118,6 +120,7 @@ def _settings(placing: Placing, device: str) -> dict[str, Any]:
     return {"device_map": {"": resolved(device)}} | settings
 
 
+@torch.inference_mode(False)
 def random_lm(
     shape: str,
     layers: int | None = None,

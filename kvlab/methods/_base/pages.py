@@ -33,15 +33,15 @@ def sizes(store: LayerStore) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def _sizes(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    # All layers of a step share it. A later one may be differentiated, of which an inference tensor cannot be part.
-    with torch.inference_mode(False):
-        entries = torch.full((-(-length // size),), size, device=device)
-        entries[-1] -= len(entries) * size - length
-        return entries, entries.log()
+    entries = torch.full((-(-length // size),), size, device=device)
+    entries[-1] -= len(entries) * size - length
+    return entries, entries.log()
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def _within(size: int, device: torch.device) -> Tensor:
     return torch.arange(size, device=device)
 
