@@ -209,7 +209,7 @@ def public() -> dict[Path, set[str]]:
 
     named = [f"kvlab.{name}" for names in (kvlab.__all__, *build.NAMES.values()) for name in names]
     made = [*registry().values()]
-    for name in (*named, build.OPTIONS):
+    for name in (*named, *build.OPTIONS):
         home, _, last = name.rpartition(".")
         made.append(getattr(importlib.import_module(home), last))
     found: dict[Path, set[str]] = {}
