@@ -98,6 +98,7 @@ MODULES = {
     "Findings and their words": ["kvlab.analyses.findings", "kvlab.render.sentences", "kvlab.render.phrases"],
     "Figures": ["kvlab.render.figures.plots"],
     "Measures": ["kvlab.instruments.measures"],
+    "Intervals": ["kvlab.lib.intervals"],
     "Attention": ["kvlab.core.attention"],
     "Probes": ["kvlab.instruments.probes", "kvlab.instruments.records"],
     "Claims": [f"kvlab.papers.{name}" for name in ("claim", "number_tests", "tests", "uncertainty", "verdict")],

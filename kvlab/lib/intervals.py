@@ -51,9 +51,9 @@ def bounded(
     """The mean and its interval, of values that lie between `least` and `most`, such as scores of answers.
 
     Where all are alike, Student's interval has no width, and ten right answers of ten would seem to be certain. Then a
-    further value differs with a probability of at most 1 - a^(1/n), a being half of what the confidence leaves out, and
-    lies at worst at either end: for answers that are all right, or all wrong, this is the interval of Clopper and
-    Pearson.
+    further value differs with a probability of at most 1 - a^(1/n). Here a is half of what the confidence leaves out.
+    At worst that value lies at either end. For answers that are all right, or all wrong, this is the interval of Clopper
+    and Pearson.
     """
     sample = np.asarray(list(values), dtype=float)
     mean, (low, high) = summarise(sample, confidence)
