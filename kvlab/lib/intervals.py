@@ -52,8 +52,8 @@ def bounded(
 
     Where all are alike, Student's interval has no width, and ten right answers of ten would seem to be certain. Then a
     further value differs with a probability of at most 1 - a^(1/n). Here a is half of what the confidence leaves out.
-    At worst that value lies at either end. For answers that are all right, or all wrong, this is the interval of Clopper
-    and Pearson.
+    At worst that value lies at either end. For answers that are all right, or all wrong, this is Clopper and Pearson's
+    interval.
     """
     sample = np.asarray(list(values), dtype=float)
     mean, (low, high) = summarise(sample, confidence)
