@@ -71,7 +71,7 @@ NAMES = {
         *("evaluation.records.Answer", "evaluation.answering.Fed", "evaluation.running.Advance"),
     ],
     "The lm-evaluation-harness": ["harness.model.KvlabLM"],
-    "Texts and intervals": ["inputs.corpus.documents_between", "lib.intervals.interval"],
+    "Texts and intervals": ["inputs.corpus.documents_between", "lib.intervals.interval", "lib.intervals.summarise"],
     "Papers and their figures": [f"papers.{name}" for name in ("papers", "claims", "quoted", "figures", "figure")],
     "Experiments": [
         *(f"workbench.experiments.{name}" for name in ("names", "longest_first", "load", "jobs")),
@@ -98,7 +98,6 @@ MODULES = {
     "Findings and their words": ["kvlab.analyses.findings", "kvlab.render.sentences", "kvlab.render.phrases"],
     "Figures": ["kvlab.render.figures.plots"],
     "Measures": ["kvlab.instruments.measures"],
-    "Intervals": ["kvlab.lib.intervals"],
     "Attention": ["kvlab.core.attention"],
     "Probes": ["kvlab.instruments.probes", "kvlab.instruments.records"],
     "Claims": [f"kvlab.papers.{name}" for name in ("claim", "number_tests", "tests", "uncertainty", "verdict")],
