@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvlab.core.entries import Fp8, Get
 from kvlab.core.kivi import pack_codes, unpack_codes
-from kvlab.core.slots import copied
 
 BLOCK = 16
 LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -29,7 +28,7 @@ LARGEST_SCALE = Fp8.LARGEST
 def _levels(device: torch.device) -> Tensor:
     """The number of each of the 16 codes, on a device."""
     levels = torch.tensor(LEVELS)
-    return copied(torch.cat([levels, -levels]), device)
+    return torch.cat([levels, -levels]).to(device)
 
 
 @lru_cache(maxsize=8)
@@ -40,7 +39,7 @@ def _bounds(device: torch.device) -> Tensor:
     bounds = (levels[1:] + levels[:-1]) / 2
     # `bucketize` sends a bound down. That is right for every other one, below which the code is even.
     bounds[1::2] = torch.nextafter(bounds[1::2], bounds.new_zeros(()))
-    return copied(bounds, device)
+    return bounds.to(device)
 
 
 def nearest_codes(x: Tensor) -> Tensor:

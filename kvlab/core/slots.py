@@ -39,17 +39,11 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     return _apart(tuple(n - first for n in numbers), device) + first
 
 
+# What stays may be differentiated by a later user, of which an inference tensor cannot be part.
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)
 def _apart(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, device=device)
-
-
-# What stays may be differentiated by a later user, of which an inference tensor cannot be part.
-@torch.inference_mode(False)
-def copied(table: Tensor, device: torch.device) -> Tensor:
-    """A table of numbers on a device, for a cache: itself if it is there."""
-    return table.to(device)
 
 
 def pick(tensor: Tensor, slots: Tensor) -> Tensor:

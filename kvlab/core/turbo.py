@@ -28,7 +28,6 @@ from torch import Tensor
 
 from kvlab.core.entries import AsIs, Get, Rounded
 from kvlab.core.kivi import pack_codes, unpack_codes
-from kvlab.core.slots import copied
 
 CELLS = 2**16
 """Into how many pieces the density is cut to find a codebook."""
@@ -59,13 +58,14 @@ def codebook(bits: int, head_dim: int) -> Tensor:
 @torch.inference_mode(False)
 def on_device(device: torch.device, table: Callable[..., Tensor], *of: int) -> Tensor:
     """A table of these arguments, copied to a device once: every step reads it, and a copy waits for a GPU."""
-    return copied(table(*of), device)
+    return table(*of).to(device)
 
 
 class Rotation:
     """A random orthogonal map of vectors `[..., head_dim]`, the same for the same seed."""
 
     def __init__(self, head_dim: int, seed: int):
+        self.head_dim, self.seed = head_dim, seed
         self.width = head_dim & -head_dim
         blocks = head_dim // self.width
         # This generator's stream never changes.
@@ -73,7 +73,6 @@ class Rotation:
         signs = random.choice([-1.0, 1.0], head_dim) / math.sqrt(self.width)
         mix, upper = np.linalg.qr(random.standard_normal((blocks, blocks)))
         self.signs = torch.tensor(signs, dtype=torch.float32)
-        self._signs: dict[torch.device, Tensor] = {}
         self.mix = torch.tensor(mix * np.sign(np.diag(upper)), dtype=torch.float32)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -84,9 +83,7 @@ class Rotation:
         return self._hadamard(self._mixed(x, self.mix.T)) * self._signs_on(x.device)
 
     def _signs_on(self, device: torch.device) -> Tensor:
-        if device not in self._signs:
-            self._signs[device] = copied(self.signs, device)
-        return self._signs[device]
+        return on_device(device, _signs, self.head_dim, self.seed)
 
     def _hadamard(self, x: Tensor) -> Tensor:
         step = 1
@@ -109,6 +106,10 @@ class Rotation:
 @torch.inference_mode(False)
 def rotation(head_dim: int, seed: int) -> Rotation:
     return Rotation(head_dim, seed)
+
+
+def _signs(head_dim: int, seed: int) -> Tensor:
+    return rotation(head_dim, seed).signs
 
 
 @lru_cache(maxsize=64)

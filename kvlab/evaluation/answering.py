@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvlab.core.storage import AS_IS
 from kvlab.errors import KvlabError
-from kvlab.live.decode_batch import batch_size, batches, decode_batch
+from kvlab.lib.batches import batches
+from kvlab.live.decode_batch import batch_size, decode_batch
 from kvlab.live.session import Session, compress
 from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods import Policy

@@ -17,7 +17,8 @@ from kvlab.core.storage import AS_IS, Storage
 from kvlab.errors import KvlabError, whole
 from kvlab.evaluation.answering import prefilled_for, stops
 from kvlab.harness.rows import Following, Held, Known, Responding, known, limited, respond
-from kvlab.live.decode_batch import batch_size, batches, decode_batch
+from kvlab.lib.batches import batches
+from kvlab.live.decode_batch import batch_size, decode_batch
 from kvlab.live.session import Session, compress
 from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods import Policy

@@ -6,9 +6,8 @@ batch reads the weights once for each step, not once for each row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -27,21 +26,11 @@ for a laptop's memory.
 """
 
 
-T = TypeVar("T")
-
-
 def batch_size(lm: LM, wanted: int = TOGETHER) -> int:
     """How many sequences of a model go on in one batch where `wanted` may: one, where it has layers that no policy
     compresses, since their sequences cannot leave a batch one by one.
     """
     return 1 if hookable.layout_of(lm.model).others else wanted
-
-
-def batches(items: Iterable[T], size: int = TOGETHER) -> Iterator[list[T]]:
-    """The items in their order, `size` at once; none is asked for before its batch is."""
-    left = iter(items)
-    while batch := list(islice(left, size)):
-        yield batch
 
 
 class Row(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -28,11 +27,7 @@ SQUARE = {
 Run = Callable[[models.LM, torch.Tensor], object]
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(duoattention|compilerkv)")
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore:(duoattention|compilerkv)")
 
 
 @pytest.fixture(scope="module")

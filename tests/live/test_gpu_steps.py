@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import Counter
 
 import pytest
@@ -33,11 +32,7 @@ BY_HEAD = {
 """Policies that ask for more operators where there are more heads, and why. The table may only shrink."""
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(duoattention|compilerkv)")
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore:(duoattention|compilerkv)")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ The GPU is a pretended one, which computes like the CPU and mixes with it as lit
 from __future__ import annotations
 
 import re
-import warnings
 
 import pytest
 import torch
@@ -29,11 +28,7 @@ WHOLE = dict(queries="all", accumulate=True)
 PROBES = ["mass_lost", "step_recall", "output_error", "entropy", "positions", "bytes"]
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(duoattention|compilerkv)")
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore:(duoattention|compilerkv)")
 
 
 @pytest.fixture(scope="module")

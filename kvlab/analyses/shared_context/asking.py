@@ -25,7 +25,8 @@ from kvlab.errors import KvlabError
 from kvlab.evaluation.answering import session_of
 from kvlab.evaluation.conversing import asked, next_turn
 from kvlab.lib import progress_bars
-from kvlab.live.decode_batch import batches
+from kvlab.lib.batches import batches
+from kvlab.live.decode_batch import TOGETHER
 from kvlab.live.session import Session
 from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods import Policy
@@ -161,7 +162,7 @@ def _each(context: _Context) -> list[Scored]:
                 scored.append(UNSCORED)
             continue
         read = context.read(question)
-        for batch in batches(zip(context.policies, found, strict=True)):
+        for batch in batches(zip(context.policies, found, strict=True), TOGETHER):
             sessions = [context.compressed(policy, read) for policy, _ in batch]
             for (_, scored), logits in zip(batch, forced(context.lm, sessions, answer[0], at_once=True), strict=True):
                 scored.append(_score(logits, answer))

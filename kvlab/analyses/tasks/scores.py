@@ -28,7 +28,8 @@ from kvlab import evaluation
 from kvlab.analyses.tasks.examples import Item
 from kvlab.errors import KvlabError
 from kvlab.lib import progress_bars
-from kvlab.live.decode_batch import batches
+from kvlab.lib.batches import batches
+from kvlab.live.decode_batch import TOGETHER
 from kvlab.live.session import Session, compress
 from kvlab.live.shared_findings import Memory
 from kvlab.live.shared_prefill import shared_prefill
@@ -154,7 +155,7 @@ def _batches(policies: Sequence[Policy]) -> Iterator[tuple[list[Policy], bool]]:
     """Batches of policies, each with whether its policies do nothing while decoding."""
     for static in (True, False):
         alike = [policy for policy in policies if policy.needs.acts_while_decoding != static]
-        yield from ((batch, static) for batch in batches(alike))
+        yield from ((batch, static) for batch in batches(alike, TOGETHER))
 
 
 # ---------------------------------------------------------------------------------------------------- a whole run

@@ -30,7 +30,8 @@ from kvlab.core import hookable
 from kvlab.core.storage import AS_IS, Storage
 from kvlab.errors import KvlabError
 from kvlab.lib import progress_bars
-from kvlab.live.decode_batch import batches
+from kvlab.lib.batches import batches
+from kvlab.live.decode_batch import TOGETHER
 from kvlab.live.session import compress
 from kvlab.live.shared_findings import Memory, Repeated, scores_of
 from kvlab.live.shared_prefill import shared_prefill
@@ -236,7 +237,7 @@ def _batches(found: Sequence[System]) -> Iterator[tuple[list[System], bool]]:
             for system in found
             if static == (system.form == PLAIN and not system.policy.needs.acts_while_decoding)
         ]
-        yield from ((batch, static) for batch in batches(alike))
+        yield from ((batch, static) for batch in batches(alike, TOGETHER))
 
 
 # ---------------------------------------------------------------------------------------------------- at equal bytes

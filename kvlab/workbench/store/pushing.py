@@ -1,6 +1,6 @@
 """Finished runs, copied into another MLflow store: parameters, metrics with steps, tags, texts and files.
 
-MLflow's own `mlflow-export-import` is not used: its release on PyPI is of 2023, and it would copy a run a second time.
+`mlflow-export-import` is not used: its maintainers call its release on PyPI deprecated.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib import progress_bars
 from kvlab.lib.addresses import without_password
+from kvlab.lib.batches import batches
 from kvlab.workbench.store import database, run_index
 
 if TYPE_CHECKING:
@@ -104,15 +104,15 @@ def _fill(connection: RetryingClient, other: RetryingClient, run: Run, ids: Mapp
     from mlflow.entities import Param, RunTag
 
     of, to = run.info.run_id, ids[run.info.run_id]
-    for params in _batches([Param(name, value) for name, value in run.data.params.items()], OTHERS):
+    for params in batches([Param(name, value) for name, value in run.data.params.items()], OTHERS):
         other.log_batch(to, params=params)
     tags = {name: value for name, value in run.data.tags.items() if name not in OWN_TAGS}
     if above := ids.get(run.data.tags.get(PARENT, "")):
         tags[PARENT] = above
-    for some in _batches([RunTag(name, value) for name, value in tags.items()], OTHERS):
+    for some in batches([RunTag(name, value) for name, value in tags.items()], OTHERS):
         other.log_batch(to, tags=some)
     points = [point for name in run.data.metrics for point in connection.get_metric_history(of, name)]
-    for some in _batches(points, METRICS):
+    for some in batches(points, METRICS):
         other.log_batch(to, metrics=some)
     if run.inputs and run.inputs.dataset_inputs:
         other.log_inputs(to, run.inputs.dataset_inputs)
@@ -122,9 +122,3 @@ def _fill(connection: RetryingClient, other: RetryingClient, run: Run, ids: Mapp
             other.log_artifacts(to, folder)
     other.set_terminated(to, run.info.status, run.info.end_time)
     other.set_tag(to, WHOLE, without_password(connection.tracking_uri))
-
-
-def _batches(values: list[Any], most: int) -> Iterator[list[Any]]:
-    rest = iter(values)
-    while some := list(islice(rest, most)):
-        yield some

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 from kvlab.core.geometry import geometry
 from kvlab.errors import KvlabError
 from kvlab.lib import workspace
+from kvlab.lib.batches import batches
 from kvlab.lib.files import first_line, why
 from kvlab.render import theme
 from kvlab.workbench import experiments, project
@@ -192,9 +193,8 @@ class Run:
         self.tag(findings_table.NAMES, findings_table.signed(rows))  # after the file: it says that there is one
 
     def _log_points(self, points: Iterable[showing.Point]) -> None:
-        entries = showing.metrics(points)
-        for first in range(0, len(entries), BATCH):
-            self.client.log_batch(self.id, metrics=entries[first : first + BATCH])
+        for entries in batches(showing.metrics(points), BATCH):
+            self.client.log_batch(self.id, metrics=entries)
 
     def _list(self, path: str) -> None:
         """Let MLflow's UI show a JSON file as a table."""
