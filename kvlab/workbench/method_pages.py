@@ -17,6 +17,7 @@ from kvlab.analyses.portraits import COSTS, MEASURES, Portrait, Settings
 from kvlab.errors import KvlabError
 from kvlab.lib.files import replacing
 from kvlab.methods import Paper, Policy, has_budget, policies, registry, unknown
+from kvlab.render.phrases import plural
 from kvlab.version import __version__
 
 if TYPE_CHECKING:
@@ -190,7 +191,8 @@ def _times(name: str, found: Found, budget: str, others: str) -> list[str]:
         return [f"Times depend on the machine, and were not measured here. {bench}"]
     return [
         _table("| | against transformers' full cache | range |", _cost_rows(name, found)),
-        f"Medians and extremes of {settings.repeats} rounds, in turns with transformers' own full cache. Prompt: "
+        f"Medians and extremes of {settings.repeats} {plural(settings.repeats, 'round')}, in turns with transformers' "
+        "own full cache. Prompt: "
         f"{settings.tokens:,} tokens; decoding steps: {settings.new_tokens}"
         f"{f'; budget: {settings.budget:g}' if budget else ''}. The first token includes the prompt and its "
         f"compression. {bench}",
