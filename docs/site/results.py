@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 import claim_tables
+import storage_tables
 import task_tables
 
 from kvlab import papers
@@ -31,6 +32,7 @@ PAGES = (
     "README.md",
     "docs/results.md",
     "docs/disagreements.md",
+    "docs/storage.md",
     "docs/tasks.md",
     *(f"docs/disagreements/{paper.name}.md" for paper in papers.papers()),
 )
@@ -81,6 +83,7 @@ def parts() -> dict[str, str]:
         "moved": claim_tables.moved(_by_profile(order)),
         "stand_ins": _stand_ins(stand_ins.read(KEPT), order),
         "weighed": _weighed(every),
+        **storage_tables.parts(KEPT, order),
         **task_tables.parts(KEPT),
     }
 

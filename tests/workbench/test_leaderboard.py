@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pandas
@@ -15,7 +16,7 @@ from support.storing import FEW as STORED
 
 from kvlab.analyses.together import equal_bytes, storing
 from kvlab.errors import KvlabError
-from kvlab.workbench.report import leaderboard, page, snapshots
+from kvlab.workbench.report import leaderboard, page, snapshots, storage_means
 from kvlab.workbench.store import database, tracking
 
 KEPT = ROOT / "docs" / "ledger"
@@ -128,13 +129,36 @@ def stored(measured=STORED, model="toy@1"):
 
 
 def test_losses_of_storages_are_those_of_the_figures():
-    means = pandas.DataFrame(leaderboard.storage_means(STORED))
+    means = pandas.DataFrame(storage_means.means(STORED))
+    means = means[means["against"] == ""]
     for name in set(STORED["measure"]):
         drawn, mine = storing.points(STORED, name), means[means["measure"] == name]
         assert mine["storage"].tolist() == drawn["storage"].tolist()
         assert mine["stored"].tolist() == pytest.approx(drawn["share"].tolist())
         assert mine["value"].tolist() == pytest.approx(drawn["value"].tolist())
-    assert set(leaderboard.STORAGE_LOSSES) == set(storing.MEASURES) and leaderboard.AS_IS == storing.PLAIN
+    assert set(leaderboard.STORAGE_LOSSES) == set(storing.MEASURES) and storage_means.AS_IS == storing.PLAIN
+
+
+def test_differences_from_the_full_cache_in_a_storage_are_those_of_the_findings():
+    means = pandas.DataFrame(storage_means.means(STORED))
+    pairs = means[(means["against"] != "") & (means["policy"] != "full")]
+    found = storing.findings(STORED, []).frame(storing.EVICT)
+    keys = ["against", "policy", "measure"]
+    numbers = ["value", "low", "high"]
+    asked = found.rename(columns={"storage": "against"}).set_index(keys)[numbers].sort_index()
+    assert len(asked)
+    pandas.testing.assert_frame_equal(pairs.set_index(keys)[numbers].sort_index(), asked)
+
+
+def test_the_full_cache_in_two_storages_is_compared_from_the_larger_to_the_smaller():
+    rows = []
+    for document, size, loss in (("a", 60, 0.5), ("b", 60, 0.7), ("a", 40, 0.4), ("b", 40, 0.3)):
+        form = "large" if size == 60 else "small"
+        about = {"document": document, "policy": "full", "budget": math.nan, "storage": form, "measure": "kl"}
+        rows.append(about | {"value": loss, "stored_bytes": size, "full_bytes": 100})
+    (row,) = [row for row in storage_means.means(pandas.DataFrame(rows)) if row["against"]]
+    assert (row["storage"], row["against"], row["stored"]) == ("small", "large", 0.4)
+    assert row["value"] == pytest.approx(-0.25) and row["low"] < row["value"] < row["high"]
 
 
 def test_storages_are_kept_and_drawn_with_the_full_cache_quantised_as_a_rival(project, tmp_path):

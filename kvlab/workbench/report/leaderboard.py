@@ -1,7 +1,7 @@
 """The leaderboard: policies by bytes and by a measure, from replays, from storages and from scores of tasks.
 
 Runs of `all_together` give means of replays, equal_bytes/MODEL.csv in a kept folder. Runs of `evict_or_quantise` give
-losses of policies and storages, storages/MODEL.csv. The page is leaderboard.html.
+losses of policies and storages, storages/MODEL.csv (see `storage_means`). The page is leaderboard.html.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvlab.errors import KvlabError
 from kvlab.lib.intervals import summarise
 from kvlab.render import theme
-from kvlab.workbench.report import csv_tables, runs, task_scores
+from kvlab.workbench.report import csv_tables, runs, storage_means, task_scores
 from kvlab.workbench.report.ledger import is_one_of, names
 from kvlab.workbench.report.ledger_models import Subject
 from kvlab.workbench.report.provenance import thoroughness
@@ -64,10 +64,8 @@ STORAGE_LOSSES = {
     "kl": Measure("KL of the next token, nats", False, "Divergence from the full model along its own response."),
     "needles_lost": Measure("digits of needles found", True, "Share of digits that are the likeliest tokens."),
 }
-AS_IS = "as_is"
 STORAGE_NUMBERS = ["stored", "stored_bytes", "value", "low", "high"]
-STORAGE_COLUMNS = ["model", "policy", "storage", "budget", "measure", *STORAGE_NUMBERS, "n", *RUN]
-STORAGE_ASKED = {"policy", "storage", "budget", "measure", "value", "stored_bytes", "full_bytes"}
+STORAGE_COLUMNS = ["model", "policy", "storage", "budget", "against", "measure", *STORAGE_NUMBERS, "n", *RUN]
 QUESTION = {"prompt": "read", "context": "held back"}
 
 Line = dict[str, str]
@@ -139,19 +137,6 @@ def means(measured: pandas.DataFrame) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def storage_means(measured: pandas.DataFrame) -> Iterator[dict[str, Any]]:
-    """A row for each system and measure of `storing.measure`: means over documents, with 95 % intervals."""
-    for _, part in measured.groupby(["policy", "storage", "budget", "measure"], sort=False, dropna=False):
-        budget, (value, (low, high)) = part["budget"].iloc[0], summarise(part["value"])
-        about = {name: part[name].iloc[0] for name in ("policy", "storage", "measure")}
-        sizes = {
-            "stored": (part["stored_bytes"] / part["full_bytes"]).mean(),
-            "stored_bytes": part["stored_bytes"].mean(),
-        }
-        numbers = {"value": value, "low": low, "high": high, "n": len(part)}
-        yield about | sizes | numbers | {"budget": "" if math.isnan(budget) else f"{budget:g}"}
-
-
 def lines(run: Run, source: Source | None = None) -> list[Line]:
     """A run's measurements as lines of its file: numbers to six digits. Nothing where its tables lack a column.
 
@@ -189,7 +174,8 @@ def keep_store(folder: Path, model: str | Sequence[str] | None = None, profile: 
 
     A line of equal_bytes is a policy at a budget: bytes stored and read (shares of the full cache, and bytes), each
     measure with its 95 % interval over documents, and n (documents). A line of storages is one measure of a policy at a
-    budget in a storage. Both end with the run's profile, signature and commit.
+    budget in a storage, or its difference from the full cache in another. Both end with the run's profile, signature
+    and commit.
 
     Returns:
         The files.
@@ -292,7 +278,8 @@ def _of_storages(found: Sequence[Line]) -> list[Chart]:
     """A chart for each loss, from the lines of one run of `evict_or_quantise`."""
     charts = []
     for name, measure in STORAGE_LOSSES.items():
-        every = _numbers([line for line in found if line["measure"] == name], STORAGE_NUMBERS, SOURCES[1].what)
+        mine = [line for line in found if line["measure"] == name and not line["against"]]
+        every = _numbers(mine, STORAGE_NUMBERS, SOURCES[1].what)
         points = [_stored_point(line, numbers, measure.higher) for line, numbers in every]
         points = [point for point in points if math.isfinite(point.value)]
         if points:
@@ -313,7 +300,7 @@ def _stored_point(line: Line, numbers: Mapping[str, float], found: bool) -> Poin
     if found:
         # Of four answers the interval reaches further than shares do.
         value, low, high = 1 - value, max(1 - high, 0.0), min(1 - low, 1.0)
-    as_is = line["storage"] == AS_IS
+    as_is = line["storage"] == storage_means.AS_IS
     return Point(
         line["policy"],
         line["policy"] if as_is else f"{line['policy']} in {line['storage']}",
@@ -359,8 +346,8 @@ SOURCES = (
         "table of storages",
         STORAGE_COLUMNS,
         ("measured",),
-        STORAGE_ASKED,
-        storage_means,
+        storage_means.ASKED,
+        storage_means.means,
         _of_storages,
     ),
 )
