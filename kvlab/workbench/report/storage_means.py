@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvlab.lib.intervals import summarise
 
@@ -28,9 +28,8 @@ def means(measured: pandas.DataFrame) -> Iterator[dict[str, Any]]:
     for _, part in measured.groupby(["policy", "storage", "budget", "measure"], sort=False, dropna=False):
         budget = part["budget"].iloc[0]
         about = {name: part[name].iloc[0] for name in ("policy", "storage", "measure")}
-        yield _row(
-            part, part["value"], part["stored_bytes"], **about, budget="" if math.isnan(budget) else f"{budget:g}"
-        )
+        about["budget"] = "" if math.isnan(budget) else f"{budget:g}"
+        yield _row(part, _column(part, "value"), _column(part, "stored_bytes"), **about)
     policies = [name for name in measured["policy"].unique() if name != "full"]
     for measure in measured["measure"].unique():
         every = measured[(measured["policy"] == "full") & (measured["measure"] == measure)]
@@ -38,15 +37,21 @@ def means(measured: pandas.DataFrame) -> Iterator[dict[str, Any]]:
         for against, theirs in wholes.items():
             if against == AS_IS:
                 continue
+            losses, sizes = _column(theirs, "value"), _column(theirs, "stored_bytes")
             for policy in policies:
-                own = read_off(measured, policy, AS_IS, measure, theirs["stored_bytes"])
+                own = read_off(measured, policy, AS_IS, measure, sizes)
                 if own is not None:
                     about = {"policy": policy, "storage": AS_IS, "against": against, "measure": measure}
-                    yield _row(theirs, own - theirs["value"], theirs["stored_bytes"], **about)
+                    yield _row(theirs, own - losses, sizes, **about)
             for form, ours in wholes.items():
-                if form != against and (ours["stored_bytes"] <= theirs["stored_bytes"]).all():
+                smaller = _column(ours, "stored_bytes")
+                if form != against and bool((smaller <= sizes).to_numpy().all()):
                     about = {"policy": "full", "storage": form, "against": against, "measure": measure}
-                    yield _row(theirs, ours["value"] - theirs["value"], ours["stored_bytes"], **about)
+                    yield _row(theirs, _column(ours, "value") - losses, smaller, **about)
+
+
+def _column(table: pandas.DataFrame, name: str) -> pandas.Series:
+    return cast("pandas.Series", table[name])
 
 
 def _row(part: pandas.DataFrame, values: pandas.Series, sizes: pandas.Series, **about: str) -> dict[str, Any]:
