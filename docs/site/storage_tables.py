@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pandas as pd
 from claim_tables import table
+from task_tables import NONE
 
 from kvlab.workbench.report import csv_tables, leaderboard, storage_means
 from kvlab.workbench.report.ledger_models import Subject
 
 LOSSES = {"output_error": "output error", "kl": "KL"}
 KIVI = ("kivi-4", "kivi-2")
-NONE = "–"
+INTERVAL = ["value", "low", "high"]
+SOURCE = leaderboard.SOURCES[1]
 
 Say = Callable[[pd.DataFrame], str]
 
@@ -22,7 +24,9 @@ Say = Callable[[pd.DataFrame], str]
 def parts(kept: Path, order: Sequence[Subject]) -> dict[str, str]:
     """Name -> the table. A column is a model."""
     every = {
-        subject.label: _read(path) for subject in order if (path := kept / "storages" / f"{subject.label}.csv").exists()
+        subject.label: _read(path)
+        for subject in order
+        if (path := kept / SOURCE.folder / f"{subject.label}.csv").exists()
     }
     wholes = [_where(lines, policy="full", against="")["storage"] for lines in every.values()]
     forms = [form for form in pd.concat(wholes).unique() if form != storage_means.AS_IS]
@@ -30,8 +34,13 @@ def parts(kept: Path, order: Sequence[Subject]) -> dict[str, str]:
 
     def of_models(head: Sequence[str], say: Say, rows: Iterable[tuple[Sequence[str], Mapping[str, str]]]) -> str:
         """A row is what stands at its left, and what its lines have in common; `say` writes a cell of them."""
-        cells = [(*left, *(say(_where(lines, **common)) for lines in every.values())) for left, common in rows]
-        return table([*head, *every], [row for row in cells if set(row[len(head) :]) != {NONE}])
+        found = [(left, [_where(lines, **common) for lines in every.values()]) for left, common in rows]
+        cells = [
+            [*left, *(NONE if each.empty else say(each) for each in mine)]
+            for left, mine in found
+            if any(map(len, mine))
+        ]
+        return table([*head, *every], cells)
 
     wholly = {
         f"storage_{loss}": of_models(
@@ -63,32 +72,24 @@ def _where(lines: pd.DataFrame, **common: str) -> pd.DataFrame:
 
 
 def _read(path: Path) -> pd.DataFrame:
-    lines = csv_tables.read(path, leaderboard.STORAGE_COLUMNS, "table of storages")
-    found = pd.DataFrame(lines)
-    numbers = leaderboard.STORAGE_NUMBERS
-    return found.assign(**{name: found[name].astype(float) for name in numbers})
+    found = pd.DataFrame(csv_tables.read(path, SOURCE.columns, SOURCE.what))
+    return found.astype(dict.fromkeys(leaderboard.STORAGE_NUMBERS, float))
 
 
 def _with_size(lines: pd.DataFrame) -> str:
     """The share of the full cache's bytes, and the loss."""
-    if lines.empty:
-        return NONE
-    value, low, high = (lines[name].iloc[0] for name in ("value", "low", "high"))
-    return f"{100 * lines['stored'].iloc[0]:.0f} %: {value:.3f} ({low:.3f} to {high:.3f})"
+    stored, value, low, high = lines[["stored", *INTERVAL]].iloc[0]
+    return f"{100 * stored:.0f} %: {value:.3f} ({low:.3f} to {high:.3f})"
 
 
 def _least(lines: pd.DataFrame) -> str:
     """The policy that loses least."""
-    if lines.empty:
-        return NONE
     best = lines.nsmallest(1, "value")
     return f"`{best['policy'].iloc[0]}` {_difference(best)}"
 
 
 def _difference(lines: pd.DataFrame) -> str:
     """Bold where the interval leaves out zero."""
-    if lines.empty:
-        return NONE
-    value, low, high = (lines[name].iloc[0] for name in ("value", "low", "high"))
+    value, low, high = lines[INTERVAL].iloc[0]
     shown = f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
     return f"**{shown}**" if low > 0 or high < 0 else shown

@@ -192,8 +192,7 @@ def _times(name: str, found: Found, budget: str, others: str) -> list[str]:
     return [
         _table("| | against transformers' full cache | range |", _cost_rows(name, found)),
         f"Medians and extremes of {settings.repeats} {plural(settings.repeats, 'round')}, in turns with transformers' "
-        "own full cache. Prompt: "
-        f"{settings.tokens:,} tokens; decoding steps: {settings.new_tokens}"
+        f"own full cache. Prompt: {settings.tokens:,} tokens; decoding steps: {settings.new_tokens}"
         f"{f'; budget: {settings.budget:g}' if budget else ''}. The first token includes the prompt and its "
         f"compression. {bench}",
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import permutations
 from typing import TYPE_CHECKING, Any, cast
 
 from kvlab.lib.intervals import summarise
@@ -23,38 +24,35 @@ def means(measured: pandas.DataFrame) -> Iterator[dict[str, Any]]:
     that of the full cache in the storage `against`. The system is a policy as it is, at the bytes of that cache, or the
     full cache in a storage that takes no more bytes.
     """
-    from kvlab.analyses.together.storing import read_off
+    from kvlab.analyses.together import storing
 
+    wholes: dict[tuple[str, str], dict[str, Any]] = {}
     for _, part in measured.groupby(["policy", "storage", "budget", "measure"], sort=False, dropna=False):
         budget = part["budget"].iloc[0]
         about = {name: part[name].iloc[0] for name in ("policy", "storage", "measure")}
         about["budget"] = "" if math.isnan(budget) else f"{budget:g}"
-        yield _row(part, _column(part, "value"), _column(part, "stored_bytes"), **about)
-    policies = [name for name in measured["policy"].unique() if name != "full"]
-    for measure in measured["measure"].unique():
-        every = measured[(measured["policy"] == "full") & (measured["measure"] == measure)]
-        wholes = {str(form): part.set_index("document") for form, part in every.groupby("storage", sort=False)}
-        for against, theirs in wholes.items():
-            if against == AS_IS:
-                continue
-            losses, sizes = _column(theirs, "value"), _column(theirs, "stored_bytes")
-            for policy in policies:
-                own = read_off(measured, policy, AS_IS, measure, sizes)
-                if own is not None:
-                    about = {"policy": policy, "storage": AS_IS, "against": against, "measure": measure}
-                    yield _row(theirs, own - losses, sizes, **about)
-            for form, ours in wholes.items():
-                smaller = _column(ours, "stored_bytes")
-                if form != against and bool((smaller <= sizes).to_numpy().all()):
-                    about = {"policy": "full", "storage": form, "against": against, "measure": measure}
-                    yield _row(theirs, _column(ours, "value") - losses, smaller, **about)
+        row = _row(part, cast("pandas.Series", part["value"]), **about)
+        if row["policy"] == "full":
+            wholes[row["storage"], row["measure"]] = row
+        yield row
+    for found in storing.findings(measured, []).frame(storing.EVICT).to_dict("records"):
+        numbers = {name: found[name] for name in ("policy", "value", "low", "high")}
+        yield wholes[found["storage"], found["measure"]] | numbers | {"storage": AS_IS, "against": found["storage"]}
+    yield from _full_against_full(measured)
 
 
-def _column(table: pandas.DataFrame, name: str) -> pandas.Series:
-    return cast("pandas.Series", table[name])
+def _full_against_full(measured: pandas.DataFrame) -> Iterator[dict[str, Any]]:
+    every = measured[(measured["policy"] == "full") & (measured["storage"] != AS_IS)]
+    for measure, alike in every.groupby("measure", sort=False):
+        parts = {str(form): part.set_index("document") for form, part in alike.groupby("storage", sort=False)}
+        for (against, theirs), (form, ours) in permutations(parts.items(), 2):
+            if (ours["stored_bytes"] <= theirs["stored_bytes"]).to_numpy().all():
+                about = {"policy": "full", "storage": form, "against": against, "measure": str(measure)}
+                yield _row(ours, cast("pandas.Series", ours["value"] - theirs["value"]), **about)
 
 
-def _row(part: pandas.DataFrame, values: pandas.Series, sizes: pandas.Series, **about: str) -> dict[str, Any]:
+def _row(part: pandas.DataFrame, values: pandas.Series, **about: str) -> dict[str, Any]:
     value, (low, high) = summarise(values)
+    sizes = part["stored_bytes"]
     stored = {"stored": (sizes / part["full_bytes"]).mean(), "stored_bytes": sizes.mean()}
     return {"budget": "", "against": "", **about, **stored, "value": value, "low": low, "high": high, "n": len(values)}
