@@ -29,6 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "kvlab needs Python 3.11 or newer, and '$(PYTHON)' is not that; name one with: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
 	  exit 1; }
+	@test ! -L .venv || { echo ".venv is a link: its environment would point to this folder afterwards; remove the link" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { rm -rf .venv; \
 	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu it needs the package python3-venv" >&2; exit 1; }
 	@echo "installing the pinned packages into .venv (2 to 4 minutes the first time) ..."

@@ -105,8 +105,8 @@ def _holding(tally: Tally) -> str:
     weak, alone = tally.findings[papers.WEAK], tally.findings[papers.DIRECTION]
     return (
         f"Of {held} findings that hold, {weak} hold *by a weak stand-in*: errors of the attention replace scores, and "
-        f"do not predict answers on this model. {alone} hold *in direction only*: right sign, size missed or in "
-        "another unit."
+        f"do not predict answers on this model. {alone} hold *in direction only*: right sign, size missed "
+        "or not comparable."
     )
 
 
@@ -154,7 +154,7 @@ def _papers(every: Sequence[Entry]) -> str:
         mine, source = entries[paper.label], paper.source
         found = {name: states for name, states in standings(mine) if name in paper.quoted}
         counted = Counter(state for states in found.values() for state in states.values())
-        counted[papers.UNMEASURED] = len(named) * len(paper.quoted) - counted.total()
+        counted[papers.UNMEASURED] = len(named) * len(found) - counted.total()
         links = f"[{paper.label}](docs/disagreements/{paper.name}.md)"
         if source is not None:
             code = f"[code]({source.code})" if source.code else "no public code"

@@ -159,18 +159,27 @@ class Claim(BaseModel):
 
     @property
     def comparable(self) -> bool:
-        """Whether our number may be compared with the paper's: they have the same unit."""
+        """Whether our number may be compared with the paper's: they have one unit, and are of one comparison."""
         return not isinstance(self.size, NotCompared)
 
     @property
     def unit_is_papers(self) -> bool:
         """Whether `unit` is that of the paper's number alone, and ours has another."""
-        return self.paper_value is not None and not self.comparable
+        return self.paper_value is not None and isinstance(self.size, NotCompared) and not self.size.same_unit
 
     @property
     def direction_alone(self) -> bool:
         """Whether the claim has another measure than the paper's: then only its direction counts, not its size."""
         return self.kind in SAMPLED and bool(self.stands_in) and self.paper_value is None
+
+    @property
+    def group(self) -> str:
+        """How it is counted: "findings" say something about a method, "questions" of ours, too, "checks" (controls,
+        identities, examples) about the instrument, what is "recomputed" about the paper's own figures, and "timings"
+        about a machine.
+        """
+        of_kind = {"finding": "findings", "question": "questions", "recomputed": "recomputed", "timing": "timings"}
+        return of_kind.get(self.kind, "checks")
 
     @property
     def fact(self) -> tuple[str, str]:

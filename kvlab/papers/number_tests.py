@@ -146,10 +146,11 @@ class PrintsAs(Test):
 
 
 class NotCompared(Test):
-    """No test of size: the paper's number and ours have different units, as `because` says."""
+    """No test of size: the numbers have different units, or with `same_unit` are of different comparisons."""
 
     kind: Literal["not_compared"]
     because: str = Field(min_length=1)
+    same_unit: bool = False
 
     def needs(self, own: str) -> set[str]:
         return set()

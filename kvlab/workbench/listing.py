@@ -78,6 +78,8 @@ def _claims() -> list[dict[str, Any]]:
             "kind": claim.kind,
             "finding": claim.fact[1] if claim.kind in SAMPLED else "",
             "untested": claim.untested,
+            "direction": claim.direction.model_dump(exclude_none=True),
+            "size": claim.size.model_dump(exclude_none=True),
         }
         for claim in papers.claims()
     ]

@@ -293,7 +293,7 @@ def test_printed_numbers_judged_on_themselves():
 
 
 def test_zsmerge_on_its_own_numbers():
-    """The printed reductions hold, and the caption that they contradict fails on them."""
+    """The printed reductions have section 4.3's direction, of another comparison; the caption fails on them."""
     printed = papers.figure("zsmerge", "figure4")
     measured = {f"reduction/{row.ratio:.2f}": row.reduction for row in printed.itertuples()}
     last = printed.iloc[-1]
@@ -301,7 +301,7 @@ def test_zsmerge_on_its_own_numbers():
     measured |= {f"growth/{a}_to_0.50": last.reduction - measured[f"reduction/{a}"] for a in ("0.05", "0.20")}
     judged = {entry.id: judge(entry, measured).verdict for entry in papers.claims(paper="zsmerge")}
     for name in ("reduction_20", "reduction_10", "reduction_05", "reduction_50", "error_50"):
-        assert judged[f"zsmerge.figure4.{name}"] == "holds"
+        assert judged[f"zsmerge.figure4.{name}"] == "holds in direction only"
     assert judged["zsmerge.figure4.tight_budgets"] == "fails"
     assert 1 - last.error_merge / last.error_evict == pytest.approx(last.reduction, abs=1e-3)
 

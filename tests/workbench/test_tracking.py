@@ -230,17 +230,18 @@ def test_nothing_outside_the_workbench_imports_mlflow():
 
 
 def test_claims_are_judged_on_the_runs_metrics_and_kept(run):
-    run.log({"reduction/0.20": 0.6, "reduction/0.10": 0.1, "reduction/0.05": -0.1}, {"reduction/0.20": (0.5, 0.7)})
+    published = {"published/reduction/40": 0.6, "published/reduction/20": 0.1, "published/reduction/10": -0.1}
+    run.log(published, {"published/reduction/40": (0.5, 0.7)})
     styler = run.claims()
     verdicts = dict(zip(styler.data["where"], styler.data["verdict"], strict=True))
-    assert verdicts["zsmerge, figure 4 and section 4.3, 20 % cache"] == "holds"
-    assert verdicts["zsmerge, figure 4 and section 4.3, 10 % cache"] == "holds in direction only"
-    assert verdicts["zsmerge, figure 4 and section 4.3, 5 % cache"] == "fails"
+    assert verdicts["zsmerge, figure 4 as published, 40 entries (20 %)"] == "holds"
+    assert verdicts["zsmerge, figure 4 as published, 20 entries (10 %)"] == "holds in direction only"
+    assert verdicts["zsmerge, figure 4 as published, 10 entries (5 %)"] == "fails"
     assert verdicts["zsmerge, theorem 1 and appendix A"] == "not measured"
     assert "0.605" in styler.to_html()
     kept = json.loads(Path(run.client.download_artifacts(run.id, "claims.json")).read_text())
     assert [verdict["verdict"] for verdict in kept] == list(styler.data["verdict"])
-    assert {verdict["low"] for verdict in kept if verdict["id"] == "zsmerge.figure4.reduction_20"} == {0.5}
+    assert {verdict["low"] for verdict in kept if verdict["id"] == "zsmerge.figure4.as_published"} == {0.5}
 
 
 def test_a_driven_run_is_attached_to_and_left_open(run, monkeypatch):

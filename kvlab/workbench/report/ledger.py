@@ -154,12 +154,8 @@ class Entry:
 
     @property
     def group(self) -> str:
-        """How it is counted: "findings" say something about a method, "questions" of ours, too, "checks" (controls,
-        identities, examples) about the instrument, what is "recomputed" about the paper's own figures, and "timings"
-        about a machine.
-        """
-        of_kind = {"finding": "findings", "question": "questions", "recomputed": "recomputed", "timing": "timings"}
-        return of_kind.get(self.claim.kind, "checks")
+        """How it is counted (`papers.Claim.group`)."""
+        return self.claim.group
 
 
 @dataclass

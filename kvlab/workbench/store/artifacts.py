@@ -36,8 +36,11 @@ def left(connection: RetryingClient, run_id: str) -> list[str]:
     parts = []
     for path in files(connection, run, "", ".json"):
         if path.name == "claims.json":
-            counts = Counter(each["verdict"] for each in json.loads(path.read_text(encoding="utf-8"))).most_common()
-            parts += ["claims: " + ", ".join(f"{n} {verdict}" for verdict, n in counts)] * bool(counts)
+            groups: dict[str, Counter[str]] = {}
+            for each in json.loads(path.read_text(encoding="utf-8")):
+                groups.setdefault(each.get("group", "claims"), Counter())[each["verdict"]] += 1
+            for group, counts in sorted(groups.items()):
+                parts.append(f"{group}: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.most_common()))
     for path in files(connection, run, "story", ".md"):
         parts.append(path.read_text(encoding="utf-8").splitlines()[0].removeprefix("- "))
         break

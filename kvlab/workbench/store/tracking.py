@@ -375,7 +375,8 @@ class Run:
         self.json(
             "claims",
             [
-                {"id": claim.id, "metric": claim.metric, "paper_value": claim.paper_value, **verdict.model_dump()}
+                {"id": claim.id, "group": claim.group, "metric": claim.metric, "paper_value": claim.paper_value}
+                | verdict.model_dump()
                 for claim, verdict in zip(chosen, verdicts, strict=True)
             ],
         )
