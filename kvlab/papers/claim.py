@@ -174,9 +174,10 @@ class Claim(BaseModel):
 
     @property
     def group(self) -> str:
-        """How it is counted: "findings" say something about a method, "questions" of ours, too, "checks" (controls,
-        identities, examples) about the instrument, what is "recomputed" about the paper's own figures, and "timings"
-        about a machine.
+        """How it is counted: as "findings", "questions", "checks", "recomputed" or "timings".
+
+        Findings and questions say something about a method. Checks are controls, identities and examples, and are about
+        the instrument. A recomputed claim is about the paper's own figures, and a timing about a machine.
         """
         of_kind = {"finding": "findings", "question": "questions", "recomputed": "recomputed", "timing": "timings"}
         return of_kind.get(self.kind, "checks")
