@@ -33,6 +33,18 @@ OTHERS = (
     f"{DAGGER} Another number of the claim decides, alone or with this one. `kvlab report --from docs/ledger` names it "
     "under *The comparison*."
 )
+UNWEIGHED = "‡"
+NOT_WEIGHED = (
+    f"{UNWEIGHED} Nobody has measured on this model whether the measure predicts answers. So the verdict cannot be "
+    "weakened by that."
+)
+KINDS = {
+    "question": "*A question of ours.* ",
+    "control": "*A check.* ",
+    "identity": "*A check.* ",
+    "timing": "*A timing.* ",
+}
+"""How a row begins whose claim is no finding."""
 MOVES = ("findings", "questions")
 """The groups of claims that a longer profile may decide otherwise."""
 
@@ -42,8 +54,11 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def fill(text: str, every: Sequence[Entry], order: Sequence[Subject]) -> str:
+def fill(text: str, every: Sequence[Entry], order: Sequence[Subject], weighed: Container[str] = ()) -> str:
     """A page with its tables of claims and its values as the ledgers have them.
+
+    Args:
+        weighed: the labels of the models on which the worth of stand-ins was measured.
 
     Raises:
         KeyError: a value is of a claim or of a model that is not kept.
@@ -57,10 +72,10 @@ def fill(text: str, every: Sequence[Entry], order: Sequence[Subject]) -> str:
         return f"{found[1]}{ours(rows[found[2]][found[3]].verdict)}{found[4]}"
 
     def of_section(found: re.Match[str]) -> str:
-        return f"{found[1]}\n{_claims(named(text[: found.start()], rows), rows)}\n\n{found[2]}"
+        return f"{found[1]}\n{_claims(named(text[: found.start()], rows), rows, weighed)}\n\n{found[2]}"
 
     def of_paper(found: re.Match[str]) -> str:
-        return f"{found[1]}\n{_others(found[2], shown, rows)}\n\n{found[3]}"
+        return f"{found[1]}\n{_others(found[2], shown, rows, weighed)}\n\n{found[3]}"
 
     shown = {name for mark in CLAIMS.finditer(text) for name in named(text[: mark.start()], rows)}
     return OTHER.sub(of_paper, VALUE.sub(value, CLAIMS.sub(of_section, text)))
@@ -80,7 +95,7 @@ def named(above: str, known: Iterable[str]) -> list[str]:
     )
 
 
-def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]]) -> str:
+def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]], weighed: Container[str]) -> str:
     entries = {name: rows[name] for name in names}
     first = {name: next(iter(mine.values())) for name, mine in entries.items()}
     printed = [name for name in names if without_model(first[name].claim)]
@@ -89,18 +104,19 @@ def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]]) -> st
     parts = []
     if measured:
         models = list(entries[measured[0]])
-        lines = [
-            [f"`{name}`<br>{says(first[name])}", *(cell(entries[name][model]) for model in models)] for name in measured
-        ]
+        cells = [[cell(entries[name][model], model in weighed) for model in models] for name in measured]
+        lines = [[_first_cell(first[name]), *mine] for name, mine in zip(measured, cells, strict=True)]
         parts.append(table([f"claim, and what {models[0]} says", *models], lines))
         if any(others_decide(first[name].claim) for name in measured):
             parts.append(OTHERS)
+        if any(UNWEIGHED in each for mine in cells for each in mine):
+            parts.append(NOT_WEIGHED)
     if printed:
         lines = [
-            [f"`{name}`<br>{claim.where}", _printed(claim), ours(entry.verdict), entry.state]
+            [f"`{name}`<br>{claim.where}: {says(entry)}", _printed(claim), ours(entry.verdict), entry.state]
             for name, claim, entry in ((name, first[name].claim, first[name]) for name in printed)
         ]
-        parts.append(table(["claim without a model, and where", "the paper prints", "worked out", "verdict"], lines))
+        parts.append(table(["claim without a model", "the paper says", "worked out", "verdict"], lines))
     if untested:
         lines = [
             [f"`{name}`<br>{_about(claim)}", _short(claim.untested)]
@@ -110,13 +126,16 @@ def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]]) -> st
     return "\n\n".join(parts)
 
 
-def _others(paper: str, shown: Container[str], rows: Mapping[str, Mapping[str, Entry]]) -> str:
+def _others(paper: str, shown: Container[str], rows: Mapping[str, Mapping[str, Entry]], weighed: Container[str]) -> str:
     """How the claims of a paper are measured, and a table of those that its page does not show."""
     mine = {name: next(iter(of_models.values())).claim for name, of_models in rows.items()}
     mine = {name: claim for name, claim in mine.items() if claim.paper == paper}
     measuring = listed([f"`{name}`" for name in sorted({claim.experiment or "" for claim in mine.values()} - {""})])
-    how = f"The experiments {measuring} measure this paper's claims. `kvlab run NAME` runs one again."
-    return f"{how}\n\n{_claims([name for name in mine if name not in shown], rows)}"
+    how = (
+        f"The experiments {measuring} measure this paper's claims. `kvlab list claims --paper {paper} --json` names "
+        "each claim's experiment and tests. `kvlab run NAME --model MODEL --profile full` runs one again."
+    )
+    return f"{how}\n\n{_claims([name for name in mine if name not in shown], rows, weighed)}"
 
 
 def without_model(claim: papers.Claim) -> bool:
@@ -133,6 +152,10 @@ def says(entry: Entry) -> str:
     return said if claim.unit_is_papers or not claim.unit else f"{said} ({claim.unit})"
 
 
+def _first_cell(entry: Entry) -> str:
+    return f"`{entry.claim.id}`<br>{KINDS.get(entry.claim.kind, '')}{says(entry)}"
+
+
 def _about(claim: papers.Claim) -> str:
     what = claim.finding or claim.where
     return what if claim.unit_is_papers or not claim.unit else f"{what} ({claim.unit})"
@@ -147,11 +170,17 @@ def _printed(claim: papers.Claim) -> str:
     return number(claim.paper_value) if claim.comparable else number(None)
 
 
-def cell(entry: Entry) -> str:
+def cell(entry: Entry, weighed: bool = True) -> str:
+    """A claim's verdict and value on one model.
+
+    weighed: whether the worth of stand-ins was measured on it.
+    """
     if entry.state == papers.UNMEASURED:
         return entry.state
     tested = f" ({entry.verdict.verdict} by a weak stand-in)" if entry.weak and entry.state == papers.UNDECIDED else ""
-    return f"{entry.state}{tested}{DAGGER if others_decide(entry.claim) else ''}<br>{ours(entry.verdict)}"
+    unweighed = entry.claim.stand_in and not weighed and entry.state != papers.UNDECIDED
+    marks = (DAGGER if others_decide(entry.claim) else "") + (UNWEIGHED if unweighed else "")
+    return f"{entry.state}{tested}{marks}<br>{ours(entry.verdict)}"
 
 
 def others_decide(claim: papers.Claim) -> bool:

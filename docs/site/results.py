@@ -47,7 +47,7 @@ def pages() -> dict[Path, str]:
     found = {}
     for path in (ROOT / page for page in PAGES):
         text = PART.sub(lambda part: f"{part[1]}\n{made[part[2]]}\n\n{part[3]}", path.read_text(encoding="utf-8"))
-        found[path] = task_tables.fill(claim_tables.fill(text, every, order), KEPT)
+        found[path] = task_tables.fill(claim_tables.fill(text, every, order, stand_ins.read(KEPT)), KEPT)
     return found
 
 
@@ -141,8 +141,9 @@ def _quoted(default: Sequence[Entry]) -> str:
 
 
 def _said(entry: Entry) -> str:
-    """`**holds** (CLAIM): SENTENCE`."""
-    return f"**{entry.state}** (`{entry.claim.id}`): {sentence(entry.claim, entry.verdict, entry.weak)}"
+    """`**holds** (CLAIM): SENTENCE`, which also says of a question that it is ours."""
+    ours = ", a question of ours" if entry.group == "questions" else ""
+    return f"**{entry.state}** (`{entry.claim.id}`{ours}): {sentence(entry.claim, entry.verdict, entry.weak)}"
 
 
 def _papers(every: Sequence[Entry]) -> str:

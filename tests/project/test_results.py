@@ -170,3 +170,13 @@ def test_a_number_that_was_changed_by_hand_is_written_anew(results, pages, tmp_p
     text = page.read_text(encoding="utf-8")
     assert text.startswith("Before.\n<!-- generated: across -->\n\n| findings that several models measured | ")
     assert text.endswith("|\n\n<!-- end -->\nAfter.\n") and "| 1 |\n<" not in text
+
+
+def test_a_row_says_what_is_ours_and_whose_stand_in_nobody_weighed(pages):
+    text = pages[ROOT / "docs" / "disagreements" / "zsmerge.md"]
+    rows = {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `zsmerge.")}
+    kinds = {claim.id: claim.kind for claim in papers.claims(paper="zsmerge")}
+    ours = {name for name, row in rows.items() if "*A question of ours.*" in row}
+    assert ours == {name for name in rows if kinds[name] == "question"} != set()
+    measured, *others = rows["zsmerge.figure5.decay_best"].split(" | ")[1:]
+    assert "‡" not in measured and "fails‡" in others[-1], "the 1.5B has no table of stand-ins"
