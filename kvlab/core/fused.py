@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +15,15 @@ from torch import Tensor
 from kvlab.core.dense_slots import DenseSlots
 from kvlab.core.entries import AsIs, Entries
 from kvlab.core.kivi import GROUP, Kivi, PackedCodes
+from kvlab.core.packed_slots import PackedSlots
 from kvlab.core.slots import KEYS, VALUES, firsts, on_device
 from kvlab.errors import KvlabError
 from kvlab.lib import extras
 
 SWITCH = "KVLAB_TRITON"
-BLOCK = 64
-"""How many entries a program reads at once."""
+STEP, ZERO = f"{VALUES} step", f"{VALUES} zero"
+BLOCK = 1 << 14
+"""Bytes of keys that a program reads at once: in float32 and for 128 channels they leave room for a second block."""
 PROGRAMS = 512
 """How many programs share the entries, where they are many: a few for each processor of a large GPU."""
 
@@ -48,22 +49,7 @@ def attend(entries: Entries, queries: Tensor, slots: Tensor | None, scale: float
     parts = _parts(entries, slots)
     if not parts or not _takes(entries, queries, parts):
         return None
-    rows, heads, _, head_dim = queries.shape
-    kv_heads = entries.shape[1]
-    group = heads // kv_heads
-    asked = queries.reshape(rows * kv_heads, group, head_dim).contiguous()
-    chosen = None if slots is None else slots.contiguous()
-    lengths = [part.length if slots is None else slots.shape[-1] for part in parts]
-    shares = [_share(n, rows * kv_heads) for n in lengths]
-    splits = [math.ceil(n / share) for n, share in zip(lengths, shares, strict=True)]
-    outputs = torch.empty(*asked.shape[:2], sum(splits), head_dim, dtype=torch.float32, device=queries.device)
-    sums = outputs.new_empty(outputs.shape[:3])
-    before, column = firsts(rows, kv_heads, 0, 0, queries.device), 0
-    for part, n, share, split in zip(parts, lengths, shares, splits, strict=True):
-        counts = on_device(part.counts, queries.device)
-        _launch(part, (asked, chosen, before, counts, outputs, sums), (n, share, split, column), scale)
-        before, column = counts, column + split
-    return (sums.softmax(-1)[:, :, None] @ outputs).view(queries.shape).to(queries.dtype)
+    return _computed(parts, queries, slots, scale)
 
 
 def wanted(device: torch.device) -> bool:
@@ -71,7 +57,7 @@ def wanted(device: torch.device) -> bool:
     switch = os.environ.get(SWITCH, "0")
     if switch not in ("0", "1"):
         raise KvlabError(f"{SWITCH} is 1 (kvlab's Triton kernel on a GPU), 0 or unset (PyTorch), and not {switch!r}")
-    if switch == "0" or (device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1"):
+    if switch == "0" or device.type != "cuda":
         return False
     extras.need("triton")
     return True
@@ -94,56 +80,63 @@ def _takes(entries: Entries, queries: Tensor, parts: list[AsIs]) -> bool:
     return even and not differentiated and queries.shape[-1] == entries.head_dim
 
 
-def _share(n: int, heads: int) -> int:
-    """How many of `n` slots a program takes, in whole blocks."""
-    return BLOCK * math.ceil(n / (BLOCK * max(PROGRAMS // heads, 1)))
-
-
-def _launch(
-    part: AsIs, tensors: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor], sizes: tuple[int, ...], scale: float
-) -> None:
-    """Have the programs of one part write their columns of `outputs` and `sums`."""
+def _computed(parts: list[AsIs], queries: Tensor, slots: Tensor | None, scale: float) -> Tensor:
+    """The output, put together of shares that programs take of the entries."""
     from kvlab.core import fused_kernels  # Triton takes a second to import
 
-    queries, slots, before, counts, outputs, sums = tensors
-    n, share, splits, column = sizes
-    if not splits:
-        return
-    rows, kv_heads = part.shape
-    dense, packed = isinstance(part.slots, DenseSlots), isinstance(part, PackedCodes)
-    rounding: tuple[Any, ...] = ()
-    if packed:
-        steps = _table(part, f"{VALUES} step"), _table(part, f"{VALUES} zero")
-        rounding = _table(part, GROUP), part.steps, part.zeros, *steps
-    group, head_dim = queries.shape[1:]
-    with torch.cuda.device_of(queries):
-        fused_kernels.attend[rows * kv_heads, splits](
-            queries,
-            queries if slots is None else slots,
-            _table(part, KEYS),
-            _table(part, VALUES),
-            rounding,
-            firsts(rows, kv_heads, 0, 0, queries.device) if dense else on_device(part.slots.starts, queries.device),
-            before,
-            counts,
-            outputs,
-            sums,
-            kv_heads,
-            n,
-            share,
-            column,
-            outputs.shape[2],
-            scale,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            VALUE_GROUP=part.group if packed else head_dim,
-            SELECTED=slots is not None,
-            PACKED=packed,
-            # The products of a GPU are of 16 rows or more.
-            ROWS=max(16, 1 << (group - 1).bit_length()),
-            WIDTH=max(16, 1 << (head_dim - 1).bit_length()),
-            BLOCK=BLOCK,
-        )
+    rows, heads, _, head_dim = queries.shape
+    kv_heads, device = parts[0].shape[1], queries.device
+    grouped = queries.reshape(rows * kv_heads, heads // kv_heads, head_dim).contiguous()
+    width = _power(head_dim)
+    block = min(128, max(16, BLOCK // (width * queries.element_size())))
+    lengths = [part.length if slots is None else slots.shape[-1] for part in parts]
+    # Whole blocks each.
+    shares = [block * math.ceil(n / (block * max(PROGRAMS // len(grouped), 1))) for n in lengths]
+    programs = [math.ceil(n / max(share, 1)) for n, share in zip(lengths, shares, strict=True)]
+    outputs = torch.empty(*grouped.shape[:2], sum(programs), head_dim, dtype=torch.float32, device=device)
+    sums = outputs.new_empty(outputs.shape[:3])
+    none = before = firsts(rows, kv_heads, 0, 0, device)
+    column = 0
+    for part, n, share, some in zip(parts, lengths, shares, programs, strict=True):
+        counts, packed = on_device(part.counts, device), isinstance(part, PackedCodes)
+        rounding = ()
+        if packed:
+            rounding = _table(part, GROUP), part.steps, part.zeros, _table(part, STEP), _table(part, ZERO)
+        if some:
+            with torch.cuda.device_of(queries):
+                fused_kernels.attend[len(grouped), some](
+                    grouped,
+                    none if slots is None else slots.contiguous(),
+                    _table(part, KEYS),
+                    _table(part, VALUES),
+                    rounding,
+                    on_device(part.slots.starts, device) if isinstance(part.slots, PackedSlots) else none,
+                    before,
+                    counts,
+                    outputs,
+                    sums,
+                    kv_heads,
+                    n,
+                    share,
+                    column,
+                    sum(programs),
+                    scale,
+                    GROUP=grouped.shape[1],
+                    HEAD_DIM=head_dim,
+                    VALUE_GROUP=part.group if packed else head_dim,
+                    SELECTED=slots is not None,
+                    PACKED=packed,
+                    ROWS=_power(grouped.shape[1]),
+                    WIDTH=width,
+                    BLOCK=block,
+                )
+        before, column = counts, column + some
+    return (sums.softmax(-1)[:, :, None] @ outputs).view(queries.shape).to(queries.dtype)
+
+
+def _power(n: int) -> int:
+    """The least power of two that is no less than `n` and 16, which is the least that a GPU's products take."""
+    return max(16, 1 << (n - 1).bit_length())
 
 
 def _table(part: AsIs, name: str) -> tuple[Tensor, int, int, int]:

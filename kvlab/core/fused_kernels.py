@@ -7,7 +7,6 @@ The module can be imported without Triton, and does nothing then.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 try:
@@ -16,16 +15,20 @@ try:
 except ModuleNotFoundError:
     triton = tl = None
 
-jit: Callable[[Any], Any] = triton.jit if triton else lambda function: function
+
+def jit(**options: Any) -> Any:
+    """Triton's decorator; none without Triton."""
+    return triton.jit(**options) if triton else lambda function: function
 
 
-@jit
+@jit()
 def _at(table, row, head, slot):
     """Pointers to slots of a head; a table is a tensor and the strides of a row, a head and a slot."""
     return table[0] + row * table[1] + head * table[2] + slot * table[3]
 
 
-@jit
+# These change at every step, and a kernel for each kind of number would be compiled while a model decodes.
+@jit(do_not_specialize=["n", "share", "column", "columns"])
 def attend(
     queries,  # [rows x kv_heads, GROUP, HEAD_DIM]
     slots,  # [rows x kv_heads, n]; not read unless SELECTED
