@@ -5,20 +5,20 @@ and the logarithm of the sum under its softmax. Shares are added by these, as in
 The module can be imported without Triton, and does nothing then.
 """
 
+# Types are checked where Triton is absent, too.
+# pyright: reportMissingImports=false, reportPossiblyUnbound=false
+
 from __future__ import annotations
 
 from typing import Any
 
 try:
-    import triton  # pyright: ignore[reportMissingImports]
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
+    import triton.language as tl
+    from triton import jit
 except ModuleNotFoundError:
-    triton = tl = None
 
-
-def jit(**options: Any) -> Any:
-    """Triton's decorator; none without Triton."""
-    return triton.jit(**options) if triton else lambda function: function
+    def jit(**_: Any) -> Any:
+        return lambda function: function
 
 
 @jit()
