@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +85,7 @@ def _computed(parts: list[AsIs], queries: Tensor, slots: Tensor | None, scale: f
     """The output, put together of shares that programs take of the entries."""
     from kvlab.core import fused_kernels  # Triton takes a second to import
 
+    kernel: Any = fused_kernels.attend
     rows, heads, _, head_dim = queries.shape
     kv_heads, device = parts[0].shape[1], queries.device
     grouped = queries.reshape(rows * kv_heads, heads // kv_heads, head_dim).contiguous()
@@ -98,13 +100,13 @@ def _computed(parts: list[AsIs], queries: Tensor, slots: Tensor | None, scale: f
     none = before = firsts(rows, kv_heads, 0, 0, device)
     column = 0
     for part, n, share, some in zip(parts, lengths, shares, programs, strict=True):
-        counts, packed = on_device(part.counts, device), isinstance(part, PackedCodes)
-        rounding = ()
-        if packed:
+        counts, rounding, value_group = on_device(part.counts, device), (), head_dim
+        if isinstance(part, PackedCodes):
             rounding = _table(part, GROUP), part.steps, part.zeros, _table(part, STEP), _table(part, ZERO)
+            value_group = part.group
         if some:
             with torch.cuda.device_of(queries):
-                fused_kernels.attend[len(grouped), some](
+                kernel[len(grouped), some](
                     grouped,
                     none if slots is None else slots.contiguous(),
                     _table(part, KEYS),
@@ -123,9 +125,9 @@ def _computed(parts: list[AsIs], queries: Tensor, slots: Tensor | None, scale: f
                     scale,
                     GROUP=grouped.shape[1],
                     HEAD_DIM=head_dim,
-                    VALUE_GROUP=part.group if packed else head_dim,
+                    VALUE_GROUP=value_group,
                     SELECTED=slots is not None,
-                    PACKED=packed,
+                    PACKED=bool(rounding),
                     ROWS=_power(grouped.shape[1]),
                     WIDTH=width,
                     BLOCK=block,
@@ -143,5 +145,6 @@ def _table(part: AsIs, name: str) -> tuple[Tensor, int, int, int]:
     """A tensor of slots, and the strides of a row, a head and a slot; heads of unequal numbers lie in one row."""
     if isinstance(part.slots, DenseSlots):
         view = part.slots.view(name)
-        return view, *view.stride()[:3]
+        row, head, slot = view.stride()[:3]
+        return view, row, head, slot
     return part.slots.tensors[name], 0, 0, part.slots.tensors[name].stride(0)

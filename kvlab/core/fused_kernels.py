@@ -6,7 +6,7 @@ The module can be imported without Triton, and does nothing then.
 """
 
 # Types are checked where Triton is absent, too.
-# pyright: reportMissingImports=false, reportPossiblyUnbound=false
+# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
