@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -16,9 +18,14 @@ from gpu_journal import Item, Row, sentence
 import kvlab
 from kvlab.analyses.speed.footprint import LLAMA_2_13B
 from kvlab.bench import clock, memory, meters, timing
+from kvlab.core import fused
+from kvlab.core.geometry import Geometry, geometry
+from kvlab.core.storage import stored_as
+from kvlab.core.store import LayerStore
 from kvlab.errors import KvlabError, nearest
 from kvlab.inputs import models
-from kvlab.lib import devices
+from kvlab.lib import devices, extras
+from kvlab.methods._base.clock import attend
 
 MIB = 2**20
 WARM = 2048  # tokens of the run that is not counted
@@ -215,6 +222,66 @@ def decoding(model: Model, given: Size, tokens: int, rounds: int, rows: list[Row
     in_turns(lm, model.bandwidth, chosen, tokens, 1, given.steps, rounds, rows)
 
 
+@contextlib.contextmanager
+def switched(value: str) -> Iterator[None]:
+    """KVLAB_TRITON in the block: 1 for kvlab's own kernel, 0 for PyTorch."""
+    before = os.environ.get(fused.SWITCH)
+    os.environ[fused.SWITCH] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(fused.SWITCH)
+        if before is not None:
+            os.environ[fused.SWITCH] = before
+
+
+def kernel(model: Model, given: Size, rows: list[Row]) -> None:
+    """Attention of one layer's step by kvlab's Triton kernel against PyTorch."""
+    if model.device.type != "cuda":
+        rows.append({"what": "kvlab's Triton kernel", "note": "not measured: no CUDA"})
+        return
+    extras.need("triton")
+    shape = geometry(model.of(given.shape).model.config)
+    for tokens in given.lengths:
+        for storage, budget in (("as_is", given.budgets[1]), ("kivi-4", None), ("kivi-4", given.budgets[1])):
+            rows.append(by_kernel(model.device, shape, tokens, storage, budget, given.rounds))
+
+
+def by_kernel(
+    device: torch.device, shape: Geometry, tokens: int, storage: str, budget: int | None, rounds: int, steps: int = 50
+) -> Row:
+    """Both ways in turns over entries of random numbers: `budget` selected ones of each head, or all."""
+    size = 1, shape.kv_heads, tokens, shape.head_dim
+    keys, values = (torch.randn(size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    queries = torch.randn(1, shape.heads, 1, shape.head_dim, dtype=torch.bfloat16, device=device)
+    store, policy = LayerStore(keys, values), kvlab.policy("full")
+    store.set_storage(stored_as(storage))
+    slots = None
+    if budget is not None:
+        slots = torch.rand(size[:3], device=device).topk(budget).indices.sort(-1).values
+    ways, outputs = {"PyTorch": "0", "kernel": "1"}, {}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    with torch.inference_mode():
+        for name, switch in ways.items():
+            with switched(switch):
+                outputs[name] = attend(policy, store, queries, slots, None).output.float()
+        for _, name in clock.rounds(list(ways), rounds):
+            with switched(ways[name]):
+                marks = clock.Marks(device)
+                marks.mark()
+                for _ in range(steps):
+                    attend(policy, store, queries, slots, None)
+                marks.mark()
+                times[name] += marks.gaps()
+    by_torch, own = outputs.values()
+    row: Row = {"what": f"a layer's step, {storage}", "tokens": tokens, "selected": budget, "rounds": rounds}
+    row |= {f"{name}, µs": 1e6 * statistics.median(each) / steps for name, each in times.items()}
+    row["speed-up"] = statistics.median(clock.ratios(times["PyTorch"], times["kernel"]))
+    row["largest difference"] = (by_torch - own).abs().max().item()
+    # Both are rounded to bfloat16 on their way, and at last.
+    return row | {"right": torch.allclose(by_torch, own, atol=4e-3, rtol=2**-7)}
+
+
 def merging(model: Model, given: Size, shape: str, tokens: int, batch: int, budget: int, rows: list[Row]) -> None:
     lm = model.of(shape)
     chosen = timing.contenders(["zsmerge", "h2o"], [budget])
@@ -305,6 +372,7 @@ def fast(model: Model, given: Size) -> list[Item]:
         # The longest prompts take most, and run fewer rounds.
         run = partial(decoding, model, given, tokens, max(given.rounds - number, 1))
         items.append(Item("fast", given.shape, f"decoding after {tokens} tokens", run, 3 + number))
+    items.append(Item("fast", f"{given.shape}, attention", "Triton kernel", partial(kernel, model, given)))
     long = partial(long_responses, model, given)
     items.append(Item("fast", f"{given.shape}, 1 layer", "memory over long responses", long, 2))
     for shape, tokens, batch, budget in given.batches:

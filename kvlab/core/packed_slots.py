@@ -78,6 +78,11 @@ class PackedSlots:
         return cls.filled(source, source.shape, counts, piece)
 
     @property
+    def starts(self) -> list[int]:
+        """Where in the tensors the slots of each head begin."""
+        return self._starts
+
+    @property
     def length(self) -> int:
         """Slots of the fullest head."""
         return max(self.counts)

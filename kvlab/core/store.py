@@ -13,6 +13,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from kvlab.core import fused
 from kvlab.core.dense_slots import DenseSlots, RecordedSlots
 from kvlab.core.entries import AsIs, Entries, Run
 from kvlab.core.latent_entries import LatentEntries
@@ -191,6 +192,10 @@ class LayerStore:
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the slots `[rows, kv_heads, n]`, `[rows, kv_heads, n, head_dim]` each; anything for -1."""
         return self._entries.gather(slots)
+
+    def attend(self, queries: Tensor, slots: Tensor | None, scale: float) -> Tensor | None:
+        """The output `[rows, heads, 1, head_dim]` of one token's queries by kvlab's own kernel, as `fused.attend`."""
+        return fused.attend(self._entries, queries, slots, scale)
 
     def row(self, row: int) -> list[Tensor]:
         """Keys and values of one row, `[kv_heads, slots, head_dim]` each, and positions `[kv_heads, slots]`."""

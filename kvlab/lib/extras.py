@@ -28,6 +28,7 @@ EXTRAS = {
     },
     "cluster": {"distributed": "Dask", "dask_jobqueue": "dask-jobqueue"},
     "math": {"math_verify": "math-verify"},
+    "kernels": {"triton": "Triton"},
     "lm-eval": {"lm_eval": "the lm-evaluation-harness"},
 }
 """Extra -> module -> name in messages, of what kvlab itself imports."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 import warnings
 
@@ -14,6 +15,8 @@ from support.benchmarks import imported, invoked
 
 import kvlab
 from kvlab.bench import clock, timing
+from kvlab.core import fused
+from kvlab.core.geometry import Geometry
 
 CPU = torch.device("cpu")
 TINY = "random:tiny-llama-gqa"
@@ -61,6 +64,7 @@ def test_a_small_run_and_a_second_one_that_measures_nothing(benchmark, monkeypat
     assert rows[0]["K and V, MiB"] == 67 * 2 * 2 * 2 * 16 * 2 / 2**20
     assert rows[0]["speed-up"] == 1 and all(row["ms a step"] > row["bound, ms"] > 0 for row in rows)
     assert [row["prompt, ratio"] > 0 and row["peak, MiB"] > 0 for row in rows] == [True] * 7
+    assert found["fast", "Triton kernel"]["rows"][0]["note"] == "not measured: no CUDA"
     whole = found["lab", "replays"]["rows"][-1]
     assert whole["replays"] == 2 * len(fast.REPLAYED) and whole["seconds"] > 0
     for module, name in ((timing, "generate"), (clock, "seconds"), (kvlab, "replay"), (kvlab, "compress")):
@@ -93,6 +97,22 @@ def test_a_pretended_gpu_is_timed_without_a_peak_that_torch_cannot_count(benchma
             items[name].run(rows)
             assert rows and not any("note" in row or "peak, MiB" in row for row in rows), name
         assert model.of("tiny").device.type == device.type
+
+
+@pytest.mark.parametrize("storage, budget", [("as_is", 40), ("kivi-4", None), ("kivi-4", 40)])
+def test_the_kernel_is_compared_with_pytorch(benchmark, monkeypatch, storage, budget):
+    *_, fast = benchmark
+    shape, switches = Geometry(layers=1, heads=4, kv_heads=2, head_dim=32), []
+    monkeypatch.setenv(fused.SWITCH, "0")
+    monkeypatch.setattr(fused, "wanted", lambda _: switches.append(os.environ[fused.SWITCH]))
+    row = fast.by_kernel(CPU, shape, 200, storage, budget, rounds=2, steps=3)
+    assert switches == [*"01", *"000", *"111", *"111", *"000"] and os.environ[fused.SWITCH] == "0"
+    assert row["right"] is True and row["largest difference"] == 0 and row["selected"] == budget
+    assert row["PyTorch, µs"] > 0 and row["kernel, µs"] > 0 and row["speed-up"] > 0
+    # What a kernel that is wrong would give.
+    monkeypatch.setattr(fused, "wanted", lambda _: os.environ[fused.SWITCH] == "1")
+    monkeypatch.setattr(fused, "_computed", lambda parts, queries, *_: torch.zeros_like(queries))
+    assert fast.by_kernel(CPU, shape, 200, storage, budget, rounds=1, steps=1)["right"] is False
 
 
 def test_a_device_that_computes_something_else_is_found(benchmark, monkeypatch, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -164,7 +165,7 @@ def test_a_notebooks_first_line_names_the_extra(base):
 
 def test_the_extras_are_those_of_the_project():
     for extra, modules in extras.EXTRAS.items():
-        declared = {name.partition("[")[0].lower() for name in PROJECT["optional-dependencies"][extra]}
+        declared = {re.match(r"[\w.-]+", name)[0].lower() for name in PROJECT["optional-dependencies"][extra]}
         assert {DISTRIBUTIONS.get(name, name).lower() for name in modules} == declared
 
 

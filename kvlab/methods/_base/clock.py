@@ -124,7 +124,9 @@ def _weights(
 
 
 def _fused(store: LayerStore, queries: Tensor, slots: Tensor | None, bias: Tensor | None, softmax: Softmax) -> Tensor:
-    """The output by PyTorch's fused kernel."""
+    """The output by PyTorch's fused kernel, or by kvlab's own where that may run."""
+    if bias is None and (own := store.attend(queries, slots, softmax.scale(queries.shape[-1]))) is not None:
+        return own
     # The group's heads become the rows of one product, which saves repeating the keys.
     grouped = attention.by_group(queries, store.kv_heads)
     if slots is not None:
