@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from kvlab.core.hookable import device_of, layout_of, unwrapped
+from kvlab.core.quantised import parts
 from kvlab.errors import KvlabError
 from kvlab.inputs.models.catalogue import RANDOM_PREFIX
 from kvlab.lib.files import first_line
@@ -138,7 +139,8 @@ class _Bare(LM):
         for name, tensor in self.model.state_dict().items():
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
             tensor: torch.Tensor = _brought(self.model, name) if tensor.is_meta else tensor
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            for part in parts(tensor):
+                digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def encode(self, text: str, chat: bool | str = "auto") -> torch.Tensor:
