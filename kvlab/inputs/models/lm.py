@@ -133,6 +133,11 @@ class _Bare(LM):
     # Read from the weights, so that nobody who asks for something else waits for it.
     @functools.cached_property
     def sha256(self) -> str:  # type: ignore[reportIncompatibleVariableOverride]
+        # A capture is in inference mode, where a quantised weight cannot be detached.
+        with torch.inference_mode(False):
+            return self._hashed()
+
+    def _hashed(self) -> str:
         config = self.model.config.to_dict()
         own = {name: config[name] for name in sorted(config) if name not in ("_name_or_path", "transformers_version")}
         digest = hashlib.sha256(json.dumps(own, default=str).encode())
