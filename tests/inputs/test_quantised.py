@@ -351,4 +351,4 @@ def test_a_model_that_a_package_quantised(folder, make, refused):
     except kvlab.KvlabError as error:
         assert refused is not False and "attribution needs gradients, and the quantised layer" in str(error)
     else:
-        assert not refused and abs(made.unexplained) <= 0.05 * abs(made.policy_loss - made.full_loss)
+        assert not refused and abs(made.summary["unexplained"]) <= 0.05 * made.summary["difference"]
