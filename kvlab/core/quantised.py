@@ -76,7 +76,7 @@ def check_gradients(model: nn.Module, asker: str) -> None:
             kind = f"{type(module).__name__}, its weight a {type(packed).__name__}"
             raise KvlabError(
                 f"{asker} needs gradients, and the quantised layer {name} ({kind}) {why} on {packed.device.type}; load "
-                "the model without quantization_config, or with int8 weights and activations as they are"
+                "the model without quantization_config, or with int8 weights alone"
             )
 
 
