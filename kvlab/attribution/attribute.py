@@ -23,6 +23,7 @@ from kvlab.attribution.results import Attribution, Found
 from kvlab.attribution.stored import StoredEntries
 from kvlab.core import adapter, hookable, ranking
 from kvlab.core.latent import parted
+from kvlab.core.quantised import check_gradients
 from kvlab.core.storage import AS_IS, Storage, stored_as
 from kvlab.errors import KvlabError, whole
 from kvlab.inputs.models import lm_of
@@ -125,6 +126,7 @@ def attributions(
         raise KvlabError("one prompt is attributed at a time; call attribute for each")
     for tested in chosen:
         _check(tested)
+    check_gradients(lm.model, "attribution")
     ids, document = prompt_ids(lm, text, chat)
     document = traced or document
     given = None if response is None else response_ids(lm, response)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvlab.attribution.attribute import integrated_effects, prefill, response_ids
 from kvlab.attribution.path import Response
+from kvlab.core.quantised import check_gradients
 from kvlab.core.ranking import mark, top_positions
 from kvlab.core.store import EMPTY
 from kvlab.errors import KvlabError, whole
@@ -96,6 +97,7 @@ def oracle_effect(
     tokens = whole("new_tokens", new_tokens) if given is None else len(given)
     if tokens < 2:
         raise KvlabError("an oracle needs a response of two tokens or more")
+    check_gradients(lm.model, "oracle_effect")
     made, _ = prefill(lm, [policy("full")], ids, given, tokens)
     budget = min(whole("budget", budget), len(ids))
     everything = torch.arange(len(ids)).expand(*_shape(made), -1)

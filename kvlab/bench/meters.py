@@ -17,6 +17,7 @@ import kvlab
 from kvlab.bench import clock
 from kvlab.core import hookable
 from kvlab.core.adapter import layer_bytes
+from kvlab.core.quantised import stored_bytes
 from kvlab.errors import KvlabError
 from kvlab.inputs import corpus, packs
 from kvlab.inputs.models import LM
@@ -68,10 +69,10 @@ def bandwidth(device: torch.device) -> float:
 
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of the weights that a decoding step must read: all, except an input embedding that is not the output's."""
-    total = sum(weight.nbytes for weight in model.parameters())
+    total = sum(stored_bytes(weight) for weight in model.parameters())
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
-    return total if tied else total - cast(Tensor, table.weight).nbytes
+    return total if tied else total - stored_bytes(cast(Tensor, table.weight))
 
 
 def facts(lm: LM) -> dict[str, Any]:

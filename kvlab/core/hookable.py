@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kvlab.core.geometry import geometry
 from kvlab.core.latent import Expansion
 from kvlab.core.layout import WHOLE, Layout
+from kvlab.core.quantised import FLOATS, is_plain
 from kvlab.core.softmax import Softmax
 from kvlab.errors import KvlabError
 from kvlab.lib.devices import outside_autocast
@@ -23,8 +24,7 @@ PROJECTIONS = ("q_proj", "qkv_proj", "q_b_proj")
 LATENT, EXPAND = "kv_b_proj", "expand_kv"
 INDEXED = "DynamicIndexedLayer"
 NORMS = ("q_norm", "q_layernorm")
-# Types of weights that a matrix can be read from, and how far rounding may take a projection from a linear map.
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# How far rounding may take a projection from a linear map.
 LINEAR = 0.02
 OUTPUTS = ("o_proj", "out_proj", "dense", "wo")
 KNOWN = (
@@ -230,9 +230,13 @@ def projections_of(modules: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
     return None if any(weight is None for weight in found) else cast("tuple[Tensor, ...]", tuple(found))
 
 
-def required_projections(modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+def required_projections(modules: Sequence[nn.Module], asker: str = "the policy") -> tuple[Tensor, ...]:
     """The same, with what an adapter, a quantisation or latent attention makes of it: what each projection does to a
     token.
+
+    Args:
+        modules: of the layers.
+        asker: the policy or measure that needs them, for the message.
 
     Raises:
         KvlabError: where one is no linear map.
@@ -245,11 +249,20 @@ def required_projections(modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
             weight = _effective(module, output)
         if weight is None:
             raise KvlabError(
-                "the policy needs a linear output projection in each layer, and one layer has none (quantised "
-                "activations?); choose another policy"
+                f"{asker} needs a linear output projection in each layer, and {_instead(module, output)}; choose "
+                "another policy, or load the model without quantization_config"
             )
         found.append(expansion_of(module).projection(weight) if is_latent(module) else weight)
     return tuple(found)
+
+
+def _instead(module: nn.Module, output: nn.Module | None) -> str:
+    layer = f"layer {getattr(module, 'layer_idx', 0)}"
+    if output is None:
+        return f"{layer} has none"
+    weight = getattr(output, "weight", None)
+    kind = type(output).__name__ + ("" if weight is None or is_plain(weight) else f" of {type(weight).__name__}")
+    return f"that of {layer} is no linear map (a {kind}; quantised activations?)"
 
 
 def _output_of(module: nn.Module) -> nn.Module | None:
@@ -262,8 +275,8 @@ def _plain(output: nn.Module) -> Tensor | None:
     hooked = output._forward_hooks or output._forward_pre_hooks or "forward" in vars(output)
     if hooked or not isinstance(output, nn.Linear) or type(output).forward is not nn.Linear.forward:
         return None
-    weight: Tensor = output.weight.detach()
-    return None if weight.is_meta or weight.dtype not in FLOATS else weight
+    weight: Tensor = output.weight
+    return None if weight.is_meta or not is_plain(weight) else weight.detach()
 
 
 @torch.no_grad()

@@ -135,7 +135,7 @@ def use_onednn(model: torch.nn.Module, onednn: bool | None = None) -> None:
         return
     for module in model.modules():
         # A subclass, such as one with quantised weights, multiplies in a way of its own; strided weights are slow.
-        if type(module) is not torch.nn.Linear:
+        if type(module) is not torch.nn.Linear or type(module.weight) is not torch.nn.Parameter:
             continue
         if module.weight.numel() >= FEWEST_WEIGHTS and module.weight.is_contiguous():
             module.__class__ = OneDNNLinear

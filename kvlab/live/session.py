@@ -80,7 +80,7 @@ class Session:
         hookable.check_attends_to_all(model)
         self.modules, self.layout = hookable.layers_of(model), hookable.layout_of(model)
         if policy.needs.projection:
-            hookable.required_projections(self.modules)
+            hookable.required_projections(self.modules, policy.name)
         if hookable.is_latent(self.modules[0]):
             storage.check_latent()
         name = getattr(model.config, "name_or_path", "")

@@ -128,7 +128,8 @@ def planned(
     queries = "all" if needs.every_query else queries
     accumulate = accumulate or needs.accumulated
     if needs.projection:
-        hookable.required_projections(hookable.layers_of(lm.model))
+        asker = next(method.name for method in served if method.needs.projection)
+        hookable.required_projections(hookable.layers_of(lm.model), asker)
     ids, document = prompt_ids(lm, text_or_ids, chat)
     length = len(ids)
     if response is not None:

@@ -25,6 +25,7 @@ from transformers import DynamicCache
 from kvlab.bench import clock, memory, meters, timing
 from kvlab.core.adapter import copy_layer
 from kvlab.core.hookable import text_config
+from kvlab.core.quantised import stored_bytes
 from kvlab.errors import KvlabError
 from kvlab.lib import devices, progress_bars
 from kvlab.live.session import compress
@@ -51,7 +52,7 @@ def fitting(lm: LM, lengths: Sequence[int], steps: int) -> list[int]:
 
 def loaded_bytes(lm: LM) -> int:
     """Bytes of all weights, with those of an input embedding that is not the output's."""
-    return sum(weight.nbytes for weight in lm.model.parameters())
+    return sum(stored_bytes(weight) for weight in lm.model.parameters())
 
 
 def plain_cache(prefilled: LiveCache) -> DynamicCache:

@@ -59,7 +59,7 @@ def prompts(lm: LM, documents: Sequence[str], tokens: int) -> list[Trace]:
 
 def projections(lm: LM) -> tuple[Tensor, ...]:
     """W_o of each compressed layer, `[hidden, heads x head_dim]`."""
-    return hookable.required_projections(hookable.layers_of(lm.model))
+    return hookable.required_projections(hookable.layers_of(lm.model), "ZSMerge's figure 4")
 
 
 def figure_4(traces: Sequence[Trace], outputs: Sequence[Tensor], entries: Sequence[int] = ENTRIES) -> Findings:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,31 @@ DEEPEST = 10_000  # layers that any model has
 
 # Files that hold a tokenizer's vocabulary. One whose folder has settings alone knows no token of any text.
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json", "*.spm")
+
+
+class ConversionReasons(logging.Handler):
+    """While it is entered, keeps why weights could not be quantised: transformers logs that, and its error does not."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.reason: str | None = None
+        self._logger = logging.getLogger("transformers.modeling_utils")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = re.search(r"^[\w.]*(?:Error|Exception): (.+)$", record.getMessage(), re.MULTILINE)
+        self.reason = self.reason or (said and said[1].strip())
+
+    def __enter__(self) -> ConversionReasons:
+        self._before = self._logger.level, self._logger.propagate
+        self._logger.setLevel(logging.WARNING)
+        self._logger.propagate = False
+        self._logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)
+        level, self._logger.propagate = self._before
+        self._logger.setLevel(level)
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from kvlab.core.hookable import device_of, layout_of, unwrapped
+from kvlab.core.quantised import parts
 from kvlab.errors import KvlabError
 from kvlab.inputs.models.catalogue import RANDOM_PREFIX
 from kvlab.lib.files import first_line
@@ -132,13 +133,19 @@ class _Bare(LM):
     # Read from the weights, so that nobody who asks for something else waits for it.
     @functools.cached_property
     def sha256(self) -> str:  # type: ignore[reportIncompatibleVariableOverride]
+        # A capture is in inference mode, where a quantised weight cannot be detached.
+        with torch.inference_mode(False):
+            return self._hashed()
+
+    def _hashed(self) -> str:
         config = self.model.config.to_dict()
         own = {name: config[name] for name in sorted(config) if name not in ("_name_or_path", "transformers_version")}
         digest = hashlib.sha256(json.dumps(own, default=str).encode())
         for name, tensor in self.model.state_dict().items():
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
             tensor: torch.Tensor = _brought(self.model, name) if tensor.is_meta else tensor
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            for part in parts(tensor):
+                digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def encode(self, text: str, chat: bool | str = "auto") -> torch.Tensor:

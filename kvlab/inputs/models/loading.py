@@ -24,7 +24,7 @@ from kvlab.errors import KvlabError, nearest
 from kvlab.inputs import packs, shapes
 from kvlab.inputs.models.catalogue import DEFAULT, MODELS, RANDOM_PREFIX
 from kvlab.inputs.models.conversion import converted, pull
-from kvlab.inputs.models.folder import known_depth, quietly, read_tokenizer, weight_files
+from kvlab.inputs.models.folder import ConversionReasons, known_depth, quietly, read_tokenizer, weight_files
 from kvlab.inputs.models.hashes import remembered_sha256
 from kvlab.inputs.models.lm import LM
 from kvlab.lib import progress_bars
@@ -42,7 +42,7 @@ class Placing(TypedDict, total=False):
     device_map: str | Mapping[str, Any]
     max_memory: Mapping[int | str, int | str]
     offload_folder: str | os.PathLike
-    quantization_config: QuantizationConfigMixin
+    quantization_config: QuantizationConfigMixin | Mapping[str, Any]
 
 
 # A caller in inference mode would get weights that no later backward pass can use.
@@ -63,7 +63,8 @@ def load(
     unless KVLAB_ONEDNN says otherwise (`kvlab.core.onednn`). kvlab's own attention follows that variable only.
 
     `placing` goes to transformers. device_map, max_memory and offload_folder leave weights that do not fit the GPU on
-    the CPU or on the disk. quantization_config quantises them. They need accelerate, and the package that quantises.
+    the CPU or on the disk. quantization_config quantises them: docs/models.md says what works. They need accelerate,
+    and the package that quantises.
     All layers compute on one device: a model that is split over several GPUs is refused when it is run.
 
     Raises KvlabError for an unknown name, and for a model that kvlab cannot hook, before its weights are read.
@@ -114,10 +115,22 @@ def _settings(placing: Placing, device: str) -> dict[str, Any]:
             raise KvlabError(nearest(name, known, "argument of load"))
     if not settings:
         return {}
+    if "quantization_config" in settings and not _as_dict(settings["quantization_config"]):
+        raise KvlabError(
+            "quantization_config is a configuration of transformers, such as BitsAndBytesConfig(load_in_8bit=True), "
+            f"and not {settings['quantization_config']!r:.60}"
+        )
     if "device_map" in settings and device != "auto":
         raise KvlabError(f"device={device!r} and device_map both say where the model lies; leave one of them out")
     # A quantised model lies on one device unless something else is said.
     return {"device_map": {"": resolved(device)}} | settings
+
+
+def _as_dict(quantisation: object) -> dict[str, Any]:
+    """The settings of a quantisation; none of what is no configuration."""
+    if isinstance(quantisation, Mapping):
+        return dict(quantisation)
+    return getattr(quantisation, "to_dict", dict)()
 
 
 @torch.inference_mode(False)
@@ -190,6 +203,7 @@ def _from_folder(
     if folder in [model.folder for model in MODELS.values()]:
         sha256 = packs.read_provenance(folder).get("weights_sha256")
     sha256 = sha256 or remembered_sha256(weights)
+    reasons = ConversionReasons()
     try:
         # What it says goes to the stderr of before.
         with progress_bars.waiting(f"loading {name}"), quietly(), contextlib.redirect_stderr(io.StringIO()):
@@ -199,23 +213,24 @@ def _from_folder(
             # A configuration may name code on a hub for its attention, and files of weights that nobody looked at.
             config._attn_implementation, config.transformers_weights = "eager", None
             config._attn_implementation = attention = _attention(config)
-            loaded = AutoModelForCausalLM.from_pretrained(
-                folder,
-                output_loading_info=True,
-                dtype=_dtype(dtype, on, own),
-                attn_implementation=attention,
-                config=config,
-                use_safetensors=True,
-                **local,
-                **settings,
-            )
+            with reasons:
+                loaded = AutoModelForCausalLM.from_pretrained(
+                    folder,
+                    output_loading_info=True,
+                    dtype=_dtype(dtype, on, own),
+                    attn_implementation=attention,
+                    config=config,
+                    use_safetensors=True,
+                    **local,
+                    **settings,
+                )
             model, report = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
             tokenizer = read_tokenizer(folder)
     except KvlabError:
         raise
     # These readers trust every number in a file, so that a damaged one can raise anything.
     except Exception as error:
-        raise KvlabError(f"cannot load a model from {folder}: {first_line(error)}") from error
+        raise KvlabError(f"cannot load a model from {folder}: {reasons.reason or first_line(error)}") from error
     if report["missing_keys"] or report["mismatched_keys"]:
         lacking = sorted(map(str, {*report["missing_keys"], *report["mismatched_keys"]}))
         raise KvlabError(
@@ -224,7 +239,7 @@ def _from_folder(
         )
     if quantisation := settings.get("quantization_config"):
         # Other numbers than those of the file: results of the two are not the same model's.
-        sha256 = hashlib.sha256(f"{sha256} {quantisation.to_dict()}".encode()).hexdigest()
+        sha256 = hashlib.sha256(f"{sha256} {_as_dict(quantisation)}".encode()).hexdigest()
     # Quantised weights multiply in ways of their own, and what accelerate has placed stays there.
     onednn = False if settings else onednn
     # transformers wraps Module.to so that a checker sees no self.
