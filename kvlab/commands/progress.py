@@ -43,7 +43,9 @@ def _lines(shown: Progress, task: TaskID) -> Callable[..., None]:
             return
         before = monotonic()
         left = "" if now.time_remaining is None else f", about {duration(now.time_remaining)} left"
-        typer.echo(f"{now.description}: {now.percentage:.0f} %{left}", err=True)
+        # Behind the name of a policy the share would read like its score.
+        work, colon, at = now.description.partition(": ")
+        typer.echo(f"{work} ({now.percentage:.0f} %){colon}{at}{left}", err=True)
 
     return update
 

@@ -227,6 +227,9 @@ class LayerStore:
         return self._aux is not None and name in self._aux.tensors
 
     def column(self, name: str) -> Tensor:
+        """A column that was added, `[rows, kv_heads, slots, ...]`: the stored tensor itself, so that a change in place
+        stays. The next append or eviction makes another one of it: ask again after these.
+        """
         assert self._aux is not None, "it was added"
         return self._aux.view(name)
 

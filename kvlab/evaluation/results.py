@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from kvlab.core.storage import AS_IS
+from kvlab.errors import KvlabError
 from kvlab.evaluation.planning import FULL
 from kvlab.lib.intervals import bounded
 
@@ -48,13 +49,24 @@ def metrics(answers: Sequence[Answer]) -> tuple[dict[str, float], dict[str, tupl
 
     The names are TASK/POLICY/BUDGET/score, /difference from the full cache, /kv_bytes and /seconds. The first two have
     intervals. A storage other than the plain one follows the budget in the name.
+
+    Raises:
+        KvlabError: two settings of a policy, or of what they are measured on, that would have one name.
     """
     values: dict[str, float] = {}
     intervals: dict[str, tuple[float, float]] = {}
+    named: dict[str, str] = {}
     for row in summary(answers).to_dict("records"):
         budget = "" if row["budget"] != row["budget"] or row["budget"] is None else f"{row['budget']:g}"
         parts = row["task"], row["policy"], budget, "" if row["storage"] == AS_IS.name else row["storage"]
         name = "/".join(part for part in parts if part)
+        measured = f"{row['parameters'] or row['policy']} compressed at the {row['compress_at']}'s end"
+        if name in named:
+            raise KvlabError(
+                f"{name}/score would be the name of two numbers, of {named[name]} and of {measured}; ask for the "
+                "metrics of each separately, or give one setting of the policy its own name in a subclass"
+            )
+        named[name] = measured
         values |= {f"{name}/{measure}": row[measure] for measure in ("score", "kv_bytes", "seconds")}
         intervals[f"{name}/score"] = row["low"], row["high"]
         if row["difference"] == row["difference"]:
@@ -66,7 +78,8 @@ def metrics(answers: Sequence[Answer]) -> tuple[dict[str, float], dict[str, tupl
 def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
     """Build a table with one row for each task, policy, budget and storage.
 
-    It has the mean score, its paired difference from the full cache (as it is) on the same examples, bytes and seconds.
+    It has the mean score, its paired difference from the full cache (as it is) on the same examples, and seconds. Bytes
+    are those of keys and values, and those of the policy's own data (aux_bytes).
     The 95 % intervals of both are over examples. Examples that share a mark `context` count as one, since questions
     over one text are not independent.
 
@@ -112,6 +125,7 @@ def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
                 "difference_low": least,
                 "difference_high": most,
                 "kv_bytes": sum(a.kv_bytes for a in members) / len(members),
+                "aux_bytes": sum(a.aux_bytes for a in members) / len(members),
                 **({"uncompressed_bytes": sum(a.uncompressed_bytes for a in members) / len(members)} if mixed else {}),
                 "seconds": sum(a.seconds for a in members) / len(members),
                 "prefill_seconds": sum(a.prefill_seconds for a in members) / len(members),

@@ -43,6 +43,13 @@ def own() -> list[str]:
 def unknown(name: str, known: Iterable[str]) -> str:
     """The message for an unknown policy: the nearest names, and all that are `known`."""
     known = sorted(known)
+    bare, opened, inside = name.partition("(")
+    if opened:
+        values = inside.removesuffix(")")
+        return (
+            f"{name!r} is not the name of a policy: a name has no parameters; in Python pass "
+            f"kvlab.policy({bare!r}{values and f', {values}'}), and for commands name a subclass that has other defaults"
+        )
     if name == "oracle_effect":
         return (
             "oracle_effect has to run the model, so it is a function and no policy: "

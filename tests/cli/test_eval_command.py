@@ -69,6 +69,7 @@ def test_what_was_measured_for_the_model_is_used(loaded, project, capsys):
         (["needle", "-p", "lengths=[-5]"], 1, "needle: lengths"),
         (["needle", "-p", "lengths"], 2, "key=value"),
         (["needle", "--policies", "snapk"], 1, "did you mean 'snapkv'"),
+        (["needle", "--policies", "snapkv(window=8)"], 1, "kvlab.policy('snapkv', window=8)"),
         (["needle", "--budgets", "many"], 2, "--budgets takes numbers"),
         (["needle", "--policies", "snapkv", "--budgets", "8"], 1, "budget 8 is below"),
         (["needle", "--compress-at", "question"], 1, "neither 'prompt' nor 'context'"),

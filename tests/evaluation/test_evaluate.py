@@ -158,6 +158,18 @@ def test_differences_are_paired_by_example():
     assert rows.loc["full", "high"] - rows.loc["full", "low"] > 0.5
 
 
+def test_two_settings_of_a_policy_have_no_metric_in_common(words, tmp_path):
+    settings = [kvlab.policy("snapkv", budget=40, window=window) for window in (4, 8)]
+    found = evaluation.run(words, evaluation.plan(Echo(words=60), settings, limit=2), tmp_path / "sweep.jsonl")
+    both = r"snapkv/40/score .* two numbers, of snapkv\(budget=40, window=4.* and of snapkv\(budget=40, window=8"
+    with pytest.raises(KvlabError, match=both):
+        evaluation.metrics(found)
+    rows = evaluation.summary(found).set_index("parameters")
+    for setting in settings:
+        part = [answer for answer in found if answer.policy == "full" or str(setting) in answer.signature]
+        assert evaluation.metrics(part)[0]["echo/snapkv/40/score"] == rows.loc[str(setting), "score"]
+
+
 @pytest.mark.parametrize("n", [3, 10, 40])
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_answers_that_are_all_alike_are_not_certain(n, share):

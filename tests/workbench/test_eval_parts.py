@@ -269,7 +269,7 @@ def test_budgets_are_columns_in_their_order_and_what_takes_none_comes_last():
 def rows():
     """The summary of an evaluation with five systems; one interval is as long as they get."""
     systems = [("full", None), ("streamingllm", 48), ("expected_attention", 0.5), ("criticaladakv", 1024)]
-    numbers = {"score": 0.45, "low": 0.351, "high": 1.0, "kv_bytes": 3 * 2**20, "seconds": 12.25}
+    numbers = {"score": 0.45, "low": 0.351, "high": 1.0, "kv_bytes": 3 * 2**20, "aux_bytes": 2**18, "seconds": 12.25}
     change = {"difference": -0.123, "difference_low": -0.3, "difference_high": 0.1}
     about = {"task": "ruler_niah_multikey_3", "storage": "as it is", "n": 12, "compress_at": "question"}
     return pandas.DataFrame({**about, "policy": name, "budget": at, **numbers, **change} for name, at in systems)
@@ -288,7 +288,7 @@ def test_a_table_fits_a_terminal_of_80_columns_whole(rows):
     assert "task ruler_niah_multikey_3; storage as it is; n 12" in text, "columns with one value stand in the title"
     assert sum("ruler_niah_multikey_3" in line for line in lines) == 1
     place = next(number for number, line in enumerate(lines) if "expected_attention" in line)
-    for number, below in [("45.0", "35.1-100.0"), ("-12.3", "-30.0 to +10.0"), ("12.25", "")]:
+    for number, below in [("45.0", "35.1-100.0"), ("-12.3", "-30.0 to +10.0"), ("12.25", ""), ("3.25", "")]:
         assert number in lines[place] and below in lines[place + 1]
     rows.loc[1, "task"] = "needle"
     assert sum("ruler" in line for line in printed(rows, 80)) == 3, "columns that differ stay"

@@ -20,9 +20,9 @@ from support.paths import ROOT
 from support.refusals import refusal
 
 import kvlab
-from kvlab import papers, tasks
+from kvlab import methods, papers, tasks
 from kvlab.papers import registry
-from kvlab.workbench import experiments
+from kvlab.workbench import experiments, method_pages
 from kvlab.workbench.experiments import notebooks
 from kvlab.workbench.workspace import KINDS, add, making, new, rendering
 
@@ -190,6 +190,17 @@ def test_what_add_writes_passes_its_tests_as_it_is(made):
     tests = [path for path in files if path.parent.name == "tests"]
     assert len(tests) == len(asked)
     assert "14 passed" in pytest_passes(made, *tests)
+    described = method_pages.PolicyDocstring.of(methods.registry()["mine"])  # `kvlab pages --only mine` needs it
+    assert described.paper == "Not from a paper" and described.parameters.keys() == {"budget"}
+
+
+def test_the_claim_of_the_worked_example_passes_the_skeletons_test(made):
+    """No number is printed there, so that no value is too large."""
+    path, *_, test = add("claim", "submission.table1.error")
+    page = (ROOT / "docs" / "reviewers.md").read_text(encoding="utf-8")
+    path.write_text(re.search(r"```yaml\n(name: submission\n.*?)```", page, re.DOTALL)[1])
+    assert papers.claims(paper="submission")[0].paper_value is None
+    assert "4 passed" in pytest_passes(made, test)
 
 
 def test_a_trace_is_explored_with_the_workspaces_policy(made, monkeypatch):
@@ -203,9 +214,10 @@ def test_a_trace_is_explored_with_the_workspaces_policy(made, monkeypatch):
 
 
 def test_a_notebook_that_add_writes_runs(made, reader, monkeypatch):
+    """The full cache, which has no budget, is compared at each."""
     notebook, experiment = add("notebook", "tried")
     assert experiments.names() == ["first_tokens", "tried"] and experiment.name == "tried.yaml"
-    chosen = {"budgets": [40, 50], "policies": ["h2o", "knorm", "ends"]}
+    chosen = {"budgets": [40, 50], "policies": ["h2o", "knorm", "ends", "full"]}
     run = executed(notebook, reader, monkeypatch, tokens=60, new_tokens=3, **chosen)
     assert run.state == "FINISHED" and run.metrics["output_error/knorm/50"] > 0
     assert run.metrics["output_error/ends/40"] != run.metrics["output_error/ends/50"]
@@ -213,6 +225,7 @@ def test_a_notebook_that_add_writes_runs(made, reader, monkeypatch):
         assert run.metrics[f"saved/h2o/ends/{budget}"] == pytest.approx(
             run.metrics[f"output_error/ends/{budget}"] - run.metrics[f"output_error/h2o/{budget}"]
         )
+        assert run.metrics[f"saved/h2o/full/{budget}"] == -run.metrics[f"output_error/h2o/{budget}"] < 0
     cells = [cell for cell in notebooks.cells(notebook) if "NBVAL_CHECK_OUTPUT" in notebooks.source(cell)]
     assert [cell["outputs"][0]["text"] for cell in cells] == [["as many entries for all at each budget: True\n"]]
 

@@ -22,7 +22,7 @@ KINDS_ABREAST = 7
 LONGEST = 1000  # characters, more than any row has
 HALVES = {
     "against the full cache": "against the\nfull cache",
-    "K and V, MiB": "K and V,\nMiB",
+    "stored, MiB": "stored,\nMiB",
     "s per answer": "s per\nanswer",
 }
 
@@ -71,13 +71,14 @@ def show(rows: pd.DataFrame, console: Console) -> None:
     console.print(
         "against the full cache: the mean of the differences on the same examples, with its interval", style="dim"
     )
+    console.print("stored: keys, values and the policy's own data, such as scores or page summaries", style="dim")
 
 
 def _grid(rows: pd.DataFrame, narrow: bool = False) -> Table:
     at = ", ".join(sorted(set(rows["compress_at"])))
     interval = "\n{:+.1f} to {:+.1f}" if narrow else " ({:+.1f} to {:+.1f})"
     columns: dict[str, list[str]] = {"task": [], "policy": [], "budget": [], "storage": [], "n": []}
-    columns |= {"score, %": [], "95 % interval": [], "against the full cache": [], "K and V, MiB": []}
+    columns |= {"score, %": [], "95 % interval": [], "against the full cache": [], "stored, MiB": []}
     others = "uncompressed_bytes" in rows
     columns |= {"other layers, MiB": []} if others else {}
     columns |= {"s per answer": []}
@@ -93,7 +94,7 @@ def _grid(rows: pd.DataFrame, narrow: bool = False) -> Table:
             f"{100 * row['score']:.1f}",
             f"{100 * row['low']:.1f}-{100 * row['high']:.1f}",
             f"{difference:+.1f}{interval.format(low, high)}" if paired else "",
-            f"{row['kv_bytes'] / 2**20:.2f}",
+            f"{(row['kv_bytes'] + row['aux_bytes']) / 2**20:.2f}",
             *([f"{row['uncompressed_bytes'] / 2**20:.2f}"] if others else []),
             f"{row['seconds']:.2f}",
         )
