@@ -143,7 +143,8 @@ def test_a_policy_says_what_it_does_to_the_heads_output_and_to_the_model(shown, 
         error = float(re.search("output error here ([0-9.]+);", told)[1])
         assert error == pytest.approx(float(result.output_error[1, 3, 8]), abs=0.006)
         mean, recall = float(result.mass_lost.mean()), float(result.recall.mean())
-        assert told.endswith(f"{pages.percent(mean)} lost, recall {pages.percent(recall)}")
+        stored = f"recall of entries stored after the prompt {pages.percent(recall)}"
+        assert told.endswith(f"{pages.percent(mean)} lost, {stored}")
 
 
 def test_the_text_is_shown_as_it_is(shown):
@@ -208,11 +209,37 @@ def test_a_token_dropped_while_decoding_is_told_with_its_steps(shown, view):
             for p in range(PROMPT):
                 held = [t for t in range(1, STEPS + 1) if p in result.stored(row, t - 1)[group].tolist()]
                 if held and held[-1] < STEPS:
-                    ends.setdefault(p, []).append(held[-1] + 1)
-    token = max(ends, key=lambda p: len(ends[p]))
-    page.locator(f"#text [data-token='{token}']").click()
-    told = f"{len(ends[token])} dropped it between steps {min(ends[token])} and {max(ends[token])}"
-    assert told in page.locator("#token li", has_text="morphkv").inner_text()
+                    ends.setdefault(p, {})[row, group] = held[-1]
+    apart = {p: last for p, last in ends.items() if len(set(last.values())) > 1}
+    alike = {p: last for p, last in ends.items() if len(set(last.values())) == 1}
+    assert apart and alike
+    for found in (apart, alike):
+        token = max(found, key=lambda p: len(found[p]))
+        last = sorted(found[token].values())
+        when = f"step {last[0]}" if found is alike else f"steps {last[0]} to {last[-1]}"
+        layer, group = next(iter(found[token]))
+        go(page, "layer", layer)
+        go(page, "head", group * HEADS // KV_HEADS)
+        go(page, "step", STEPS)
+        page.locator(f"#text [data-token='{token}']").click()
+        told = page.locator("#token li", has_text="morphkv").inner_text()
+        assert f"{len(last)} dropped it after {when}. Here: dropped after step {found[token][layer, group]}." in told
+
+
+def test_what_a_selection_keeps_and_does_not_read_is_called_so_everywhere(shown, view):
+    """Every word of the page on a step is of what the step reads; the panel alone says what is stored, too."""
+    page = shown("#policy=quest&layer=1&head=0&step=9")
+    read = set(view.replay("quest", 36).kept(1, 9)[0].tolist())
+    unread, first = next(p for p in range(PROMPT) if p not in read), next(p for p in range(PROMPT) if p in read)
+    for token, end in ((unread, "kept to the end, not read at this step"), (first, "kept to the end")):
+        page.locator(f"#text [data-token='{token}']").hover()
+        readers = page.locator("#tip").inner_text().partition("read by ")[2]
+        assert ("quest" in readers) == (token == first) and readers
+        page.locator(f"#text [data-token='{token}']").click()
+        assert page.locator("#token li", has_text="quest").inner_text().endswith(f"Here: {end}.")
+    assert [each for each in page.locator("body").inner_text().splitlines() if "kept by" in each] == []
+    assert "read by quest" in page.locator("#legend").inner_text()
+    assert "bands: read by each policy" in page.locator("#strip").inner_text()
 
 
 def test_an_address_leads_to_its_view_and_ignores_what_the_page_lacks(shown, view):

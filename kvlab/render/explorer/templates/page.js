@@ -134,17 +134,17 @@ function mostLost(weights, mask, rows) {
 
 function tellLosses(weights, masks) {
   const rows = mostLost(weights, masks[at.policy], 9).map(p => {
-    const kept = policies.map((_, i) => (masks[i][p] ? swatch(i) : "")).join("");
+    const readers = policies.map((_, i) => (masks[i][p] ? swatch(i) : "")).join("");
     return (
       `<tr data-go data-token="${p}"><td class="n">${percent(weights[p])}</td><td class="n">${p.toLocaleString("en")}</td>` +
-      `<td>${inline(p - 2, p)}<b>${inline(p, p + 1)}</b>${inline(p + 1, p + 3)}</td><td>${kept}</td></tr>`
+      `<td>${inline(p - 2, p)}<b>${inline(p, p + 1)}</b>${inline(p + 1, p + 3)}</td><td>${readers}</td></tr>`
     );
   });
   byId("losses").innerHTML =
     `<div class="head"><b>Tokens that lost the most</b><span class="note">under ${safe(policies[at.policy])}</span>
     </div>` +
     (rows.length
-      ? `<table><thead><tr><th>lost</th><th>token</th><th>in its place</th><th>kept by</th></tr></thead>
+      ? `<table><thead><tr><th>lost</th><th>token</th><th>in its place</th><th>read by</th></tr></thead>
     <tbody>${rows.join("")}</tbody></table>`
       : "<p>None lost 0.05 % of the attention.</p>");
 }
@@ -206,10 +206,10 @@ function paintText(weights, masks) {
 /** What the query did with a token, for the mouse. */
 function tellUnder(p) {
   const { weights, masks } = drawn,
-    kept = policies.filter((_, i) => masks[i][p]).join(", ");
+    readers = policies.filter((_, i) => masks[i][p]).join(", ");
   const attended =
     p < prompt + at.step
-      ? `${percent(weights[p])} of the attention; ${kept ? `kept by ${kept}` : "kept by none"}`
+      ? `${percent(weights[p])} of the attention; read by ${readers || "none"}`
       : "after the query";
   return `token ${p.toLocaleString("en")}: ${attended}${effects ? `; ${nats(p)}` : ""}`;
 }
@@ -227,7 +227,7 @@ function scrollToToken(p) {
 }
 
 function tellLegend() {
-  const kept = policies.map((name, i) => `<span>${swatch(i)} kept by ${safe(name)}</span>`).join("");
+  const readers = policies.map((name, i) => `<span>${swatch(i)} read by ${safe(name)}</span>`).join("");
   const sample = (kind, words) => `<span><span class="t ${kind}">text</span> ${words}</span>`;
   const colours =
     at.colour === "effect"
@@ -239,7 +239,7 @@ function tellLegend() {
         .map(name => `<button data-colour="${name}" aria-pressed="${at.colour === name}">colour by ${name}</button>`)
         .join("")
     : "";
-  byId("legend").innerHTML = switches + colours + kept;
+  byId("legend").innerHTML = switches + colours + readers;
 }
 
 // ------------------------------------------------------------------ what is shown
@@ -286,7 +286,8 @@ function tellControls() {
     button.setAttribute("aria-checked", i === at.policy);
     button.querySelector("small").innerHTML = `<i>loses </i>${percent(run(i).lostAt(at.row, at.head, at.step))}`;
     const error = (run(i).error[query(at.row, at.head, at.step)] / 65535) * about.largestError;
-    const mean = `over all layers, heads and steps ${percent(run(i).meanLost)} lost, recall ${percent(run(i).recall)}`;
+    const recall = `recall of entries stored after the prompt ${percent(run(i).recall)}`;
+    const mean = `over all layers, heads and steps ${percent(run(i).meanLost)} lost, ${recall}`;
     button.title = `output error here ${error.toFixed(2)}; ${mean}`;
   });
   for (const [name, key] of Object.entries(dials)) {

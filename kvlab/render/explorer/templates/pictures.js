@@ -137,7 +137,7 @@ function drawStrip(weights, masks) {
       ? frame((at.token * width) / seen - 2, 0, 5, low - 2, "stroke:var(--wanted);stroke-width:2")
       : "";
   const rest = 1 - drawn > 0.005 ? `; ${percent(1 - drawn)} lies on tokens too weak to draw` : "";
-  const note = `root scale up to ${percent(top)}; bands: kept by each policy; dashed: end of the prompt${rest}`;
+  const note = `root scale up to ${percent(top)}; bands: read by each policy; dashed: end of the prompt${rest}`;
   const drawing = [
     `<path style="fill:var(--lost)" d="${gone}"/>`,
     `<path style="fill:var(--read)" d="${blue}"/>`,
@@ -333,7 +333,7 @@ function whoWanted(p) {
   return { most, when, asked };
 }
 
-/** When each set of a policy dropped a token: 0 after the prompt, t before step t; `steps + 1`: never. */
+/** After which step each set of a policy dropped a token: 0 after the prompt; `steps`: never. */
 function drops(it, p) {
   const first = Math.max(1, p - prompt + 1),
     found = [];
@@ -341,20 +341,26 @@ function drops(it, p) {
     for (let set = 0; set < it.sets; set++) {
       let step = steps;
       while (step >= first && !it.has(it.stored, step, row, set, p)) step--;
-      found.push(step === steps ? steps + 1 : step < first ? 0 : step + 1);
+      found.push(step < first ? 0 : step);
     }
   }
   return found;
 }
 
-const fate = (step, p) =>
-  step > steps
-    ? "kept to the end"
-    : step
-      ? `dropped before step ${step}`
-      : p < prompt
-        ? "dropped after the prompt"
-        : "never stored";
+/** What became of a token; a policy that selects may keep it and yet not read it at the step that is shown. */
+function fate(it, row, head, last, p) {
+  const set = it.set(head),
+    unread = it.has(it.stored, at.step, row, set, p) && !it.has(it.read, at.step, row, set, p);
+  const end =
+    last === steps
+      ? "kept to the end"
+      : last
+        ? `dropped after step ${last}`
+        : p < prompt
+          ? "dropped after the prompt"
+          : "never stored";
+  return unread ? `${end}, not read at this step` : end;
+}
 
 /** Maps of one token: who wanted it most, and when each policy dropped it. */
 function drawFates(p, most, when, dropped) {
@@ -370,16 +376,16 @@ function drawFates(p, most, when, dropped) {
   };
   const fates = policies.map((name, i) => {
     const it = run(i),
-      step = (row, head) => dropped[i][row * it.sets + it.set(head)];
+      last = (row, head) => dropped[i][row * it.sets + it.set(head)];
     return {
       name,
-      about: `keeps ${percent(dropped[i].filter(each => each > steps).length / dropped[i].length)}`,
+      about: `keeps ${percent(dropped[i].filter(each => each === steps).length / dropped[i].length)}`,
       look: (row, head) => {
-        const left = step(row, head) > steps ? 1 : (0.6 * step(row, head)) / steps;
+        const left = last(row, head) === steps ? 1 : (0.6 * last(row, head)) / steps;
         return left ? `fill:var(--p${i});fill-opacity:${left.toFixed(2)}` : "";
       },
       find: (row, head) => ({
-        say: `${here(row, head)}${name}, ${fate(step(row, head), p)}`,
+        say: `${here(row, head)}${name}, ${fate(it, row, head, last(row, head), p)}`,
         go: () => move({ row, head }),
       }),
     };
@@ -422,15 +428,15 @@ function tellToken() {
     const it = run(i),
       found = dropped[i],
       here = found[at.row * it.sets + it.set(at.head)];
-    const kept = found.filter(step => step > steps).length,
-      late = found.filter(step => step > 0 && step <= steps);
+    const kept = found.filter(last => last === steps).length,
+      late = found.filter(last => last > 0 && last < steps);
     const never = found.length - kept - late.length;
-    const later = late.length
-      ? `; ${late.length} dropped it between steps ${Math.min(...late)} and ${Math.max(...late)}`
-      : "";
+    const [low, high] = [Math.min(...late), Math.max(...late)];
+    const when = low === high ? `step ${low}` : `steps ${low} to ${high}`;
+    const later = late.length ? `; ${late.length} dropped it after ${when}` : "";
     const first = p < prompt ? "dropped it after the prompt" : "dropped it at once";
     return `<li>${swatch(i)} <b>${safe(name)}</b>: ${kept} of ${count(found.length, "KV head")} keep it to the end,
-      ${never} ${first}${later}. Here: ${fate(here, p)}.</li>`;
+      ${never} ${first}${later}. Here: ${fate(it, at.row, at.head, here, p)}.</li>`;
   });
   if (effects) lines.push(`<li>${safe(nats(p)).replace(/^./, letter => letter.toUpperCase())}.</li>`);
   const place = `${inline(p - 4, p)}<u>${inline(p, p + 1)}</u>${inline(p + 1, p + 5)}`;
