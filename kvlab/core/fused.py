@@ -1,7 +1,7 @@
 """Attention from one token by kvlab's Triton kernel, which reads selected or 4-bit entries where they are stored.
 
 PyTorch's way first writes copies: the selected entries, or all entries in the model's precision. The kernel runs where
-KVLAB_TRITON is 1 and the entries are on a GPU. It has been tested under Triton's interpreter on a CPU, and has never run
+KVLAB_TRITON is 1 and the entries are on a GPU. It has been tested under Triton's interpreter on a CPU. It has never run
 on a GPU.
 """
 
