@@ -69,6 +69,7 @@ class Attending:
         out = torch.empty_like(call.queries)
         for group in layer.groups:
             queries, keys, values = map(group.of, (call.queries, call.keys, call.values))
+            assert group.rows is not None, "several groups share the rows of a batch among them"
             out[group.rows.to(out.device)] = attend(cache, group, call, queries, keys, values)
         return out
 
