@@ -63,8 +63,8 @@ def metrics(answers: Sequence[Answer]) -> tuple[dict[str, float], dict[str, tupl
         measured = f"{row['parameters'] or row['policy']} compressed at the {row['compress_at']}'s end"
         if name in named:
             raise KvlabError(
-                f"{name}/score would be the name of two numbers, of {named[name]} and of {measured}; ask for the "
-                "metrics of each separately, or give one setting of the policy its own name in a subclass"
+                f"{name}/score would be the name of two numbers, of {named[name]} and of {measured}; ask for metrics "
+                "of each, or name one setting by a subclass"
             )
         named[name] = measured
         values |= {f"{name}/{measure}": row[measure] for measure in ("score", "kv_bytes", "seconds")}

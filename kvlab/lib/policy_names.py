@@ -46,9 +46,10 @@ def unknown(name: str, known: Iterable[str]) -> str:
     bare, opened, inside = name.partition("(")
     if opened:
         values = inside.removesuffix(")")
+        made = f"kvlab.policy({bare!r}{values and f', {values}'})"
         return (
-            f"{name!r} is not the name of a policy: a name has no parameters; in Python pass "
-            f"kvlab.policy({bare!r}{values and f', {values}'}), and for commands name a subclass that has other defaults"
+            f"{name!r} is not the name of a policy: a name has no parameters; in Python pass {made}, and for commands "
+            "name a subclass that has other defaults"
         )
     if name == "oracle_effect":
         return (
