@@ -98,8 +98,10 @@ def test_a_summary_of_several_documents_says_which_row_is_of_which_and_where_the
     table = replays.summary
     header, *rows, rest, last = repr(table).splitlines()
     assert header.split()[:3] == ["document", "policy", "budget"] and max(map(len, [header, *rows])) <= 80
-    assert [(row.split()[1], row.split()[3]) for row in rows] == [(name, size) for name in names for size in ("12", "16")]
-    assert rest.startswith("[also: ") and "document" not in rest and list(table.columns)[0] == "policy"
+    assert [(row.split()[1], row.split()[3]) for row in rows] == [
+        (name, size) for name in names for size in ("12", "16")
+    ]
+    assert rest.startswith("[also: ") and "document" not in rest and table.columns[0] == "policy"
     assert last == "[means and intervals over the documents: .intervals of the replays]"
     assert set(replays.intervals.traces) == {2}
     chosen = repr(table[["policy", "document", "recall"]]).splitlines()
