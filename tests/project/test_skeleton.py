@@ -294,6 +294,14 @@ def test_an_old_python_is_told_in_one_sentence(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
+@pytest.mark.parametrize("asked", ["", "notebooks/quickstart.ipynb"])
+def test_make_notebooks_runs_all_of_them_or_those_that_are_named(asked):
+    """Looked at with `make -n`, which runs nothing."""
+    command = ["make", "-n", "notebooks", *([f"NOTEBOOKS={asked}"] if asked else [])]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.rstrip().endswith(f"--execute --inplace {asked or 'notebooks/*.ipynb'}")
+
+
 def test_a_change_brings_the_tests_that_can_see_it():
     brought = changed.tests_of(["kvlab/core/store.py"])
     assert {"tests/core/test_cache.py", "tests/live/test_live.py"} <= brought
