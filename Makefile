@@ -110,10 +110,11 @@ browser:  ## Debian's chromium for the tests that need a browser, if there is no
 	    fonts-liberation; } >/dev/null 2>&1 && exit 0; fi; \
 	echo "there is no chromium, and it cannot be installed here: the tests that need a browser are skipped"
 
-notebooks: pull  ## run every notebook where it stands, and keep its outputs in it (before a commit)
+NOTEBOOKS ?= notebooks/*.ipynb
+notebooks: pull  ## run every notebook where it stands and save its outputs (one: NOTEBOOKS=notebooks/NAME.ipynb)
 	@store=$$(mktemp -d) && trap 'rm -rf "$$store"' EXIT && \
 	export MLFLOW_TRACKING_URI="sqlite:///$$store/mlflow.db" && \
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace $(NOTEBOOKS)
 
 lab: $(STAMP)  ## JupyterLab on copies of the notebooks (in lab/), and the MLflow UI
 	@exec $(BIN)/kvlab lab --port $(PORT)

@@ -36,6 +36,7 @@ PAGES = (
     "docs/tasks.md",
     *(f"docs/disagreements/{paper.name}.md" for paper in papers.papers()),
 )
+UNSEEN = "Not measured yet."
 PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -160,8 +161,8 @@ def _papers(every: Sequence[Entry]) -> str:
         if source is not None:
             code = f"[code]({source.code})" if source.code else "no public code"
             links += f" ([arXiv]({source.url}), {code})"
-        first, *_ = weakest(mine, named[DEFAULT], paper.quoted)
-        rows.append([links, *(counted[state] for state in papers.VERDICTS), _said(first)])
+        measured = weakest(mine, named[DEFAULT], paper.quoted)
+        rows.append([links, *(counted[state] for state in papers.VERDICTS), _said(measured[0]) if measured else UNSEEN])
     return _table(["quoted findings of", *papers.VERDICTS, f"the first of them, on `{DEFAULT}`"], rows)
 
 

@@ -287,7 +287,7 @@ def _integrated(made: Response, reads: list[Tensor], loss: str, points: int) -> 
         assert full.log_probabilities is not None, "they were asked for"
         made.target = full.log_probabilities[0]
     losses = made.forward(reads, ends)
-    attention = torch.stack([line.attention for line in losses.lines])
+    attention = torch.stack([line.attention.to(made.lm.device) for line in losses.lines])
     policy_loss, full_loss = losses.values.tolist()
     difference = policy_loss - full_loss
     while True:
@@ -312,6 +312,6 @@ def integrated_effects(made: Response, reads: list[Tensor], points: int) -> tupl
     for some in range(0, points, made.points_at_once):
         part = slice(some, some + made.points_at_once)
         passed = made.forward(reads, gates[part], weights[part])
-        effects = effects + torch.stack([line.effects for line in passed.lines])
-        rounding = rounding + torch.stack([line.rounding for line in passed.lines], 1)
+        effects = effects + torch.stack([line.effects.to(device) for line in passed.lines])
+        rounding = rounding + torch.stack([line.rounding.to(device) for line in passed.lines], 1)
     return -effects, -rounding

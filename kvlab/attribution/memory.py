@@ -51,8 +51,10 @@ def needed(lm: LM, tested: Policy, prompt: int, steps: int, storage: Storage, ch
 
 def check(lm: LM, tested: Policy, prompt: int, steps: int, storage: Storage, chunk: int) -> None:
     """Raise KvlabError where the attribution would take more memory than there is."""
-    wanted, free = needed(lm, tested, prompt, steps, storage, chunk), devices.free_memory(lm.device)
-    if free is not None and wanted > free:
+    wanted = needed(lm, tested, prompt, steps, storage, chunk)
+    places = {lm.device, *hookable.devices_of(lm.model)}
+    rooms = [room for place in places if (room := devices.free_memory(place)) is not None]
+    if len(rooms) == len(places) and wanted > (free := sum(rooms)):
         raise KvlabError(
             f"{prompt} prompt and {steps + 1} response tokens take about {wanted / 2**30:.1f} GiB to attribute, and "
             f"{lm.device.type} has {free / 2**30:.1f} GiB free; shorten the document (Document.window) or the response"

@@ -106,7 +106,7 @@ def oracle_effect(
     if budget == len(ids):
         kept = GivenSets(budget=budget, sets=everything, source="oracle_effect", oracle=True)
         return Limit(kept, full_loss, full_loss, pd.DataFrame())
-    attention = torch.stack([line.attention for line in full.lines])[..., : made.prompt].cpu()
+    attention = torch.stack([line.attention.cpu() for line in full.lines])[..., : made.prompt]
     sinks, newest = min(SINKS, budget // BASE), budget // BASE
     small = torch.cat([torch.arange(sinks), torch.arange(len(ids) - newest, len(ids))]) if newest else torch.arange(1)
     effects = _effects(made, small.expand(*_shape(made), -1), points)

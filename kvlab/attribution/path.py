@@ -108,7 +108,7 @@ class Response:
 
         def attend(call: hooks.Call) -> Tensor:
             rounding = None if self.rounding is None else self.rounding[call.index]
-            layer = LayerReads(*self.entries[call.index], reads[call.index], rounding)
+            layer = LayerReads(*self.entries[call.index], reads[call.index].to(call.queries.device), rounding)
             lines.append(Line(layer, gates, counts, call.softmax))
             return lines[-1].attend(call.queries, call.keys, call.values)
 

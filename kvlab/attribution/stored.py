@@ -60,4 +60,5 @@ class StoredEntries(Probe):
         is exact where it is put back.
         """
         found = (self._found[layer] for layer in self._layers)
-        return [replace(each, when=each.when & read) for each, read in zip(found, reads, strict=True)]
+        pairs = zip(found, reads, strict=True)
+        return [replace(each, when=each.when & read.to(each.when.device)) for each, read in pairs]

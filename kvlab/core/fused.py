@@ -1,7 +1,8 @@
 """Attention from one token by kvlab's Triton kernel, which reads selected or 4-bit entries where they are stored.
 
 PyTorch's way first writes copies: the selected entries, or all entries in the model's precision. The kernel runs where
-KVLAB_TRITON is 1 and the entries are on a GPU. It has been tested under Triton's interpreter alone.
+KVLAB_TRITON is 1 and the entries are on a GPU. It has been tested under Triton's interpreter on a CPU. It has never run
+on a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def attend(entries: Entries, queries: Tensor, slots: Tensor | None, scale: float
         As `queries`; zeros for a head without entries.
 
     Raises:
-        KvlabError: KVLAB_TRITON is neither 1 nor 0, or is 1 on a GPU's machine without Triton.
+        KvlabError: on a GPU, where KVLAB_TRITON is neither 1 nor 0, or is 1 without Triton.
     """
     if not wanted(queries.device):
         return None
@@ -55,13 +56,14 @@ def attend(entries: Entries, queries: Tensor, slots: Tensor | None, scale: float
 
 def wanted(device: torch.device) -> bool:
     """Whether the kernel may run on a device: see `attend`."""
+    if device.type != "cuda":
+        return False
     switch = os.environ.get(SWITCH, "0")
     if switch not in ("0", "1"):
         raise KvlabError(f"{SWITCH} is 1 (kvlab's Triton kernel on a GPU), 0 or unset (PyTorch), and not {switch!r}")
-    if switch == "0" or device.type != "cuda":
-        return False
-    extras.need("triton")
-    return True
+    if switch == "1":
+        extras.need("triton")
+    return switch == "1"
 
 
 def _parts(entries: Entries, slots: Tensor | None) -> list[AsIs]:

@@ -319,14 +319,9 @@ def _execution_devices(model: nn.Module) -> Iterator[torch.device]:
                 yield torch.device(f"cuda:{device}" if isinstance(device, int) else device)
 
 
-def check_one_device(model: nn.Module) -> None:
-    """Raise KvlabError for a model whose parts compute on several devices."""
-    places = sorted(map(str, set(_execution_devices(model))))
-    if len(places) > 1:
-        raise KvlabError(
-            f"this {type(model).__name__} computes on {' and '.join(places)}, and kvlab runs a model on one device; "
-            "load it on one GPU; max_memory= leaves the rest on the CPU"
-        )
+def devices_of(model: nn.Module) -> list[torch.device]:
+    """Where each compressed layer computes, one behind the other: several devices where a model is split over them."""
+    return [device_of(module) for module in layers_of(model)]
 
 
 # ----------------------------------------------------------------------------------------------- what holds a model

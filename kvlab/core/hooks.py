@@ -19,7 +19,6 @@ from kvlab.core.hookable import (
     EXPAND,
     NORMS,
     PROJECTIONS,
-    check_one_device,
     expansion_of,
     is_latent,
     layers_of,
@@ -235,7 +234,6 @@ def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True, hidden: bo
         hidden: whether they hold what the layers' projections were given, which costs another.
     """
     modules = layers_of(model)
-    check_one_device(model)
     busy = [m for m in modules if m in _hooked]
     if busy:
         raise KvlabError("this model is already inside a kvlab session; leave that one first")

@@ -69,7 +69,7 @@ class Attending:
         out = torch.empty_like(call.queries)
         for group in layer.groups:
             queries, keys, values = map(group.of, (call.queries, call.keys, call.values))
-            out[group.rows] = attend(cache, group, call, queries, keys, values)
+            out[group.rows.to(out.device)] = attend(cache, group, call, queries, keys, values)
         return out
 
     def _feed(

@@ -422,7 +422,7 @@ class LiveCache(DynamicCache):
                 store = first.store
                 layer.groups = []
                 for pad in lengths:
-                    rows = (self.padding == pad).nonzero().flatten()
+                    rows = (self.padding == pad).nonzero().flatten().to(store.device)
                     layer.groups.append(Group(rows, store.part(rows, pad)))
             for group in layer.groups:
                 group.padded = False

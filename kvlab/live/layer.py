@@ -152,7 +152,7 @@ class LiveLayer(DynamicLayer):
         if cache.running or not self.groups:
             return cache.seen + query_length, 0
         # What is stored lies behind what was evicted, which is how a window's cache describes itself.
-        stored = self._outside().length
+        stored = self.outside().length
         return stored + query_length, cache.seen - stored
 
     def update(self, key_states: Tensor, value_states: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
@@ -160,7 +160,7 @@ class LiveLayer(DynamicLayer):
         if cache.running:
             # The session's attention stores them: it knows the phase, and which rows go together.
             return key_states, value_states
-        store = self._outside()
+        store = self.outside()
         # What was stored in inference mode is nothing that autograd may save.
         past = [x.clone() for x in self._shown(store)]
         with torch.inference_mode():
@@ -180,7 +180,7 @@ class LiveLayer(DynamicLayer):
 
     prefetch = offload
 
-    def _outside(self) -> LayerStore:
+    def outside(self) -> LayerStore:
         """The store, for a forward pass outside of the session.
 
         Raises:

@@ -207,8 +207,10 @@ class Prefill:
         # In a later turn layers hold different numbers of entries; what is not there scores least.
         widest = max(survey.shape[-1] for survey in surveys)
         surveys = [F.pad(survey, (0, widest - survey.shape[-1]), value=-torch.inf) for survey in surveys]
-        plan = self._policy.plan(torch.stack(surveys), max(prompts, key=lambda prompt: prompt.length))
-        return [prompt.with_plan(layer) for prompt, layer in zip(prompts, plan, strict=True)]
+        longest = max(prompts, key=lambda prompt: prompt.length)
+        # Some surveys are float64 on the CPU, which not every GPU knows: they are joined where the first lies.
+        plan = self._policy.plan(torch.stack([each.to(surveys[0].device) for each in surveys]), longest)
+        return [prompt.with_plan(layer.to(prompt.keys.device)) for prompt, layer in zip(prompts, plan, strict=True)]
 
     def _judges(self, length: int) -> bool:
         """Whether the policy looks at a prompt of this length, or keeps it whole unseen."""

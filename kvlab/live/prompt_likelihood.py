@@ -34,7 +34,7 @@ class Likelihood:
         if self.nll is None or self.nll.shape[1] < n:
             return None
         perplexity = self.nll[:, self.nll.shape[1] - n :].mean(-1).exp()
-        return perplexity if rows is None else perplexity[rows]
+        return perplexity if rows is None else perplexity[rows.to(perplexity.device)]
 
     def next_ids(self, rows: Tensor | None) -> Tensor | None:
         """The most likely token after what was fed, `[rows]`; None where its logits are not known."""

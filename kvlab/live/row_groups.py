@@ -28,7 +28,7 @@ class Group:
         self.lossy = self.lossy or self.store.length < self.store.seen or self.store.merged
 
     def of(self, x: Tensor) -> Tensor:
-        return x if self.rows is None else x[self.rows]
+        return x if self.rows is None else x[self.rows.to(x.device)]
 
     def kv_bytes(self, policy: Policy) -> int:
         """Bytes of what is stored of keys and values; `policy` is the session's."""

@@ -75,7 +75,8 @@ class Replays(Sequence[Replay]):
 
     @cached_property
     def summary(self) -> pd.DataFrame:
-        """One row for each policy, budget, storage and trace; it prints as many columns as fit into the terminal.
+        """One row for each policy, budget, storage and trace; it prints as many columns as fit into the terminal, and
+        of several documents the document first.
 
         Columns: policy, budget, entries (kept, or those of the budget), recall, mass_lost, output_error, stored_bytes,
         read_bytes, window_recall, step_recall, storage, raised, document, trace and signature. storage comes right

@@ -33,7 +33,8 @@ class Means(dict):
 
 class Summary(pd.DataFrame):
     """A pandas table that prints as many of its first columns as fit into the terminal, and names the others below:
-    pandas itself would leave out the middle ones, and let a signature push the numbers aside.
+    pandas itself would leave out the middle ones, and let a signature push the numbers aside. Of several documents the
+    document is printed first where it would not fit.
     """
 
     @property
@@ -42,11 +43,24 @@ class Summary(pd.DataFrame):
 
     def __repr__(self) -> str:
         plain, room = pd.DataFrame(self), shutil.get_terminal_size().columns
-        limits = {name: pd.get_option(f"display.{name}") for name in ("max_rows", "min_rows", "max_colwidth")}
-        formats = {name: FORMATS[name] for name in plain.select_dtypes("float") if name in FORMATS}
-        for shown in range(plain.shape[1], 0, -1):
-            text = plain.iloc[:, :shown].to_string(formatters=formats, **limits)
-            if len(text.partition("\n")[0]) <= room or shown == 1:
-                left_out = ", ".join(map(str, plain.columns[shown:]))
-                return f"{text}\n[also: {left_out}]" if left_out else text
-        return repr(plain)
+        text, left_out = _fitting(plain, room)
+        notes = []
+        if list(plain.columns).count("document") == 1 and plain["document"].nunique() > 1:
+            if "document" in left_out:
+                others = [name for name in plain.columns if name != "document"]
+                text, left_out = _fitting(plain[["document", *others]], room)
+            notes = ["[means and intervals over the documents: .intervals of the replays]"]
+        if left_out:
+            notes.insert(0, f"[also: {', '.join(map(str, left_out))}]")
+        return "\n".join([text, *notes])
+
+
+def _fitting(plain: pd.DataFrame, room: int) -> tuple[str, list]:
+    """The first columns that fit, as text, and the names of the others."""
+    limits = {name: pd.get_option(f"display.{name}") for name in ("max_rows", "min_rows", "max_colwidth")}
+    formats = {name: FORMATS[name] for name in plain.select_dtypes("float") if name in FORMATS}
+    for shown in range(plain.shape[1], 0, -1):
+        text = plain.iloc[:, :shown].to_string(formatters=formats, **limits)
+        if len(text.partition("\n")[0]) <= room or shown == 1:
+            return text, list(plain.columns[shown:])
+    return repr(plain), []

@@ -95,13 +95,13 @@ def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) ->
     def record(call: hooks.Call) -> Tensor:
         assert call.pre_rope is not None, "queries before RoPE are asked for"
         post[call.index], pre[call.index] = call.queries[0], call.pre_rope[0]
-        return call.attend(mask)
+        return call.attend(mask.to(call.queries.device))
 
     with hooks.hooked(lm.model, record):
         forward(lm, ids.reshape(-1), cache.transient(), positions.reshape(-1))
 
     def stacked(by_index: dict[int, Tensor]) -> Tensor:
-        rows = torch.stack([by_index[index] for index in range(len(cache.stores))])
+        rows = torch.stack([by_index[index].to(lm.device) for index in range(len(cache.stores))])
         return rows if ids.dim() == 1 else rows.unflatten(2, (trials, m)).movedim(2, 0)
 
     return stacked(post), stacked(pre)
@@ -130,7 +130,7 @@ def draft_queries(lm: LM, cache: StoreCache, prompt: Prompt, first: Tensor, draf
 
     kept = zip(draft.sees(prompt), prompt.keys, prompt.values, strict=True)
     seen = [entries_at(*(x[None] for x in layer)) for layer in kept]
-    return torch.cat(drafted(feed, first.reshape(1), seen, draft.tokens))
+    return torch.cat([queries.to(first.device) for queries in drafted(feed, first.reshape(1), seen, draft.tokens)])
 
 
 def entries_at(positions: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ def drafted(feed: FeedAndChoose, first: Tensor, seen: Sequence[tuple[Tensor, Ten
     def attend(call: hooks.Call) -> Tensor:
         queries[call.index], own = call.queries, call.queries.shape[2]
         entries = zip(seen[call.index], (call.keys, call.values), strict=True)
-        keys, values = (torch.cat([kept, fed[:, :, fed.shape[2] - own :]], 2) for kept, fed in entries)
+        keys, values = (torch.cat([kept.to(fed.device), fed[:, :, fed.shape[2] - own :]], 2) for kept, fed in entries)
         return replace(call, keys=keys, values=values, padding=None, chosen=None).attend()
 
     while True:
@@ -174,7 +174,8 @@ def repeat_scores(lm: LM, cache: StoreCache, repetition: Repetition, parts: Sequ
         with hooks.hooked(lm.model, handler, pre_rope=False, hidden=repetition.plus):
             forward(lm, ids[0], cache.transient())
 
-    return torch.cat(score_parts(feed, hookable.layers_of(lm.model), repetition, [parts]))
+    scores = score_parts(feed, hookable.layers_of(lm.model), repetition, [parts])
+    return torch.cat([each.to(lm.device) for each in scores])
 
 
 def score_parts(

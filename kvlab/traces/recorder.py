@@ -45,29 +45,28 @@ class Recorder:
     """Keeps what one model's attention sees while it prefills and decodes.
 
     Args:
-        tensors: what it writes into, of the names and shapes of `shapes`, anything in them.
+        tensors: what it writes into, of the names and shapes of `shapes`, anything in them: whole ones, or one for
+            each layer where layers lie on several devices.
+        place: where whole tensors of several devices' layers are joined.
 
     Attributes:
-        keys, values: `[layers, kv_heads, prompt + response, head_dim]`; the cache that the model runs on is made of
-            them.
-        queries, pre_queries: `[layers, heads, window + response, head_dim]`.
-        accumulated: `[layers, heads, prompt]`; None where the plan does not ask for it.
-        hidden: `[layers, prompt, width]`, likewise.
+        cache: what the model runs on, made of the recorded keys and values.
         softmax: what the model makes of its products.
         rotations: how each layer rotates, by its index.
         prefilling: whether what comes is the prompt.
     """
 
-    def __init__(self, lm: LM, plan: Recording, tensors: Mapping[str, Tensor]):
+    def __init__(self, lm: LM, plan: Recording, tensors: Mapping[str, Tensor | list[Tensor]], place: torch.device):
         self._length = len(plan.ids)
         self._first = self._length - plan.window  # the first token whose queries are kept
-        self.keys, self.values = tensors["keys"], tensors["values"]
-        self.queries, self.pre_queries = tensors["queries"], tensors["pre_queries"]
-        self.accumulated = tensors["accumulated"].zero_() if plan.accumulate else None
-        self.hidden = tensors["hidden"] if plan.hidden else None
-        self.layers, self.heads = self.queries.shape[:2]
-        pairs = zip(self.keys[:, None], self.values[:, None], strict=True)
-        self.stores = [LayerStore.preallocated(keys, values) for keys, values in pairs]
+        self._tensors, self._place = tensors, place
+        # Of each layer; what is written into these is in the whole tensors, where there are such.
+        self._by_layer = {name: list(each) for name, each in tensors.items()}
+        for gathered in self._by_layer.get("accumulated", ()):
+            gathered.zero_()
+        self.layers, self.heads = len(self._by_layer["queries"]), len(self._by_layer["queries"][0])
+        pairs = zip(self._by_layer["keys"], self._by_layer["values"], strict=True)
+        self.stores = [LayerStore.preallocated(keys[None], values[None]) for keys, values in pairs]
         self.cache, self._rotations = StoreCache(self.stores, lm.model), hooks.Rotations(lm.model)
         self.softmax = Softmax()
         self.rotations: dict[int, Rotation | None] = {}
@@ -81,30 +80,35 @@ class Recorder:
         kept = min(max(seen - self._first, 0), n)
         rows = slice(seen - self._first - kept, seen - self._first)
         if kept:
-            self.queries[call.index, :, rows] = call.queries[0, :, n - kept :]
-            self.pre_queries[call.index, :, rows] = call.pre_rope[0, :, n - kept :]
+            self._by_layer["queries"][call.index][:, rows] = call.queries[0, :, n - kept :]
+            self._by_layer["pre_queries"][call.index][:, rows] = call.pre_rope[0, :, n - kept :]
         self.softmax = call.softmax
         if self.prefilling:
             self.rotations[call.index] = self._rotations.of(call)
-            if self.hidden is not None:
+            if "hidden" in self._by_layer:
                 assert call.hidden is not None, "hidden states are asked for"
-                self.hidden[call.index, seen - n : seen] = call.hidden[0]
+                self._by_layer["hidden"][call.index][seen - n : seen] = call.hidden[0]
         if call.sinks is not None:
             self._sinks[call.index] = call.sinks
         if call.chosen is not None and not self.prefilling:
             self._chosen.setdefault(call.index, []).append(call.chosen[0, 0].long().sort().values)
-        if self.accumulated is not None and self.prefilling:
+        if "accumulated" in self._by_layer and self.prefilling:
             out, (gathered,) = call.attend_and_accumulate()
-            self.accumulated[call.index, :, :seen] += gathered
+            self._by_layer["accumulated"][call.index][:, :seen] += gathered
             return out
         return call.attend()
+
+    def whole(self, name: str) -> Tensor:
+        """One of the recorded tensors, `[layers, ...]`; of several devices' layers a copy."""
+        found = self._tensors[name]
+        return found if isinstance(found, Tensor) else torch.stack([each.to(self._place) for each in found])
 
     def prompt(self) -> Prompt:
         """The end of the prefill as policies see it, one row for each layer, once the prompt has been fed."""
         return Prompt(
-            self.queries[:, :, : self._length - self._first],
-            self.keys[:, :, : self._length],
-            self.values[:, :, : self._length],
+            self.whole("queries")[:, :, : self._length - self._first],
+            self.whole("keys")[:, :, : self._length],
+            self.whole("values")[:, :, : self._length],
             tuple(range(self.layers)),
             self.layers,
             scaling=Softmax(self.softmax.factor, self.softmax.softcap, self.sinks),
@@ -118,7 +122,7 @@ class Recorder:
         if not self._chosen:
             return None
         steps = [torch.nn.utils.rnn.pad_sequence(self._chosen[i], True, EMPTY) for i in range(self.layers)]
-        return torch.stack(steps)
+        return torch.stack([each.to(self._place) for each in steps])
 
     @property
     def uncompressed_bytes(self) -> int:
@@ -130,5 +134,5 @@ class Recorder:
         """The sinks of all layers, `[layers, heads]`, minus infinity where a layer has none; None if none has any."""
         if not self._sinks:
             return None
-        none = torch.full((self.heads,), -torch.inf, dtype=torch.float32, device=self.keys.device)
-        return torch.stack([self._sinks.get(index, none).float() for index in range(self.layers)])
+        none = torch.full((self.heads,), -torch.inf, dtype=torch.float32)
+        return torch.stack([self._sinks.get(index, none).float().to(self._place) for index in range(self.layers)])

@@ -114,7 +114,6 @@ def planned(
     chunk: int | None,
 ) -> Recording:
     """Plan a `capture` with these arguments, checked; nothing runs. Raises KvlabError as `capture` does."""
-    hookable.check_one_device(lm.model)
     new_tokens, window = whole("new_tokens", new_tokens), whole("window", window)
     if new_tokens < 0 or window < 0:
         raise KvlabError(f"new_tokens and window must not be negative, and are {new_tokens} and {window}")

@@ -14,7 +14,7 @@ from kvlab.core import hookable, hooks
 from kvlab.errors import KvlabError
 from kvlab.inputs.models import lm_of
 from kvlab.lib import progress_bars
-from kvlab.lib.devices import outside_autocast
+from kvlab.lib.devices import CPU, outside_autocast
 from kvlab.lib.files import replacing
 from kvlab.methods import Policy
 from kvlab.traces.file_draft import Draft
@@ -78,7 +78,8 @@ def capture(
             recorded, too.
         response: token ids to feed as the response instead of the greedy one (teacher forcing); `new_tokens` is then
             how many of them.
-        keep: where the trace is stored and replayed. "device": where the model is. "cpu" leaves the GPU's memory to the
+        keep: where the trace is stored and replayed. "device": where the model is; of a model that is split over
+            several devices, on the first. "cpu" leaves the GPU's memory to the
             model (1,000 tokens of an 8B model take about 130 MB). "pinned" is the CPU's page-locked memory, from which
             `trace.to(lm.device)` is faster. With a model on the CPU all three are the same.
         into: a file for the trace, as `Trace.save` writes it. It is filled while the model runs (on a GPU: at the end)
@@ -115,35 +116,49 @@ def _recorded(lm: LM, plan: Recording, chat: str | bool, keep: Keep, into: Path 
     bar = progress_bars.layers(hookable.layers_of(lm.model), plan.work, "prompt", progress)
     # A trace is of the model in its own type, whatever its caller casts.
     with bar, outside_autocast(lm.device):
-        return move(_in_memory(lm, plan, chat) if into is None else _in_file(lm, plan, chat, into), keep, lm.device)
+        made = _in_memory(lm, plan, chat, keep) if into is None else _in_file(lm, plan, chat, keep, into)
+        return move(made, keep, lm.device)
 
 
-def _in_memory(lm: LM, plan: Recording, chat: str | bool) -> Trace:
-    wanted = shapes(lm, plan).items()
-    tensors = {name: torch.empty(shape, dtype=dtype, device=lm.device) for name, (shape, dtype) in wanted}
-    return _run(lm, plan, chat, tensors)
+def _in_memory(lm: LM, plan: Recording, chat: str | bool, keep: Keep) -> Trace:
+    wanted, places = shapes(lm, plan).items(), hookable.devices_of(lm.model)
+    if {*places} == {lm.device}:
+        whole = {name: torch.empty(shape, dtype=dtype, device=lm.device) for name, (shape, dtype) in wanted}
+        return _run(lm, plan, chat, whole, lm.device)
+    # Each layer's part lies with its layer until the model has run.
+    by_layer = {
+        name: [torch.empty(shape[1:], dtype=dtype, device=place) for place in places] for name, (shape, dtype) in wanted
+    }
+    return _run(lm, plan, chat, by_layer, lm.device if keep == "device" else CPU)
 
 
-def _in_file(lm: LM, plan: Recording, chat: str | bool, path: Path) -> Trace:
+def _in_file(lm: LM, plan: Recording, chat: str | bool, keep: Keep, path: Path) -> Trace:
     """The trace mapped from a file, which was written while it came to be: by a model on the CPU layer by layer."""
     with replacing(path) as temporary:
-        if lm.device.type == "cpu":
+        if {place.type for place in (lm.device, *hookable.devices_of(lm.model))} == {"cpu"}:
             wanted = shapes(lm, plan)
             layers, head_dim = wanted["keys"][0][0], wanted["keys"][0][-1]
             keys = [plan.document, *plan.pseudo, *(each.key for each in (*plan.drafts, *plan.repeats))]
             room = 8192 + layers * (32 * head_dim + 256) + 128 * lm.n_layers + 12 * sum(map(len, keys))
             draft = Draft(temporary, wanted, room)
-            made = _run(lm, plan, chat, draft.tensors)
+            made = _run(lm, plan, chat, draft.tensors, CPU)
             draft.finish(made)
         else:
-            made = _in_memory(lm, plan, chat)
+            made = _in_memory(lm, plan, chat, keep)
             made.save(temporary)
     return replace(Trace.load(path), model_projections=made.model_projections)
 
 
-def _run(lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor]) -> Trace:
-    """Prefill, pseudo-queries on top of it, and the response token by token; `tensors` are what is recorded into."""
-    recorder = Recorder(lm, plan, tensors)
+def _run(
+    lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor | list[Tensor]], place: torch.device
+) -> Trace:
+    """Prefill, pseudo-queries on top of it, and the response token by token.
+
+    Args:
+        tensors: what is recorded into.
+        place: where the trace's tensors are joined, if the model's layers lie on several devices.
+    """
+    recorder = Recorder(lm, plan, tensors, place)
     with hooks.hooked(lm.model, recorder, hidden=plan.hidden):
         logits, nll = prefill(lm, plan.ids, recorder.cache, plan.chunk, plan.likelihoods)
     recorder.prefilling = False
@@ -161,21 +176,23 @@ def _run(lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor
 
     modules = hookable.layers_of(lm.model)
     model_projections = hookable.projections_of(modules)
-    return Trace(
-        queries=recorder.queries,
-        pre_queries=recorder.pre_queries,
-        keys=recorder.keys,
-        values=recorder.values,
+    found = Trace(
+        queries=recorder.whole("queries"),
+        pre_queries=recorder.whole("pre_queries"),
+        keys=recorder.whole("keys"),
+        values=recorder.whole("values"),
         prompt_length=len(plan.ids),
         pseudo=pseudo,
-        accumulated=recorder.accumulated,
-        hidden=recorder.hidden,
+        accumulated=recorder.whole("accumulated") if plan.accumulate else None,
+        hidden=recorder.whole("hidden") if plan.hidden else None,
         ids=torch.cat([plan.ids, *[token[None] for token in fed]]),
         nll=nll,
         scaling=recorder.softmax.factor,
         softcap=recorder.softmax.softcap,
         sinks=recorder.sinks,
-        projections=torch.stack(hookable.required_projections(modules)) if plan.projection else None,
+        projections=torch.stack([x.to(place) for x in hookable.required_projections(modules)])
+        if plan.projection
+        else None,
         model_projections=model_projections,
         repeated=repeated,
         rotations=tuple(recorder.rotations[index] for index in range(recorder.layers)),
@@ -191,6 +208,7 @@ def _run(lm: LM, plan: Recording, chat: str | bool, tensors: Mapping[str, Tensor
         }
         | ({"uncompressed_bytes": uncompressed} if (uncompressed := recorder.uncompressed_bytes) else {}),
     )
+    return found.to(place)
 
 
 def move(trace: Trace, keep: Keep, device: torch.device) -> Trace:

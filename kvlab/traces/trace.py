@@ -34,7 +34,9 @@ MIXED = "kvlab-trace-3"  # with what older versions do not know: a soft cap, sin
 UNCHECKED = "kvlab-trace-1"  # written before traces had checksums
 ANY_POLICY = "given"
 Keep = Literal["device", "cpu", "pinned"]
-"""Where a captured trace lies: where the model is, in the CPU's memory, or there in page-locked memory."""
+"""Where a captured trace lies: where the model is (on the first of its devices), in the CPU's memory, or there in
+page-locked memory.
+"""
 
 
 @dataclass(eq=False)

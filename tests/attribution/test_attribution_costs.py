@@ -97,3 +97,19 @@ def test_effects_or_traces_that_do_not_fit_are_refused(tiny):
     assert "load the trace's model" in refusal(attribute, tiny("tiny-qwen2"), policy, trace)
     without = kvlab.Trace.from_tensors(trace.queries, trace.keys, trace.values, 48)
     assert "no token ids" in refusal(attribute, lm, policy, without)
+
+
+def test_the_curve_is_held_against_all_that_the_policy_costs(tiny):
+    from kvlab.render.figures import attribution
+
+    why = attribute(gates.sharpened(tiny(), dtype=torch.float32), small("snapkv"), prompt(48), 6)
+    cost, table = why.summary["loss_policy"] - why.summary["loss_full"], why.restored
+    ax = attribution.restored(why)
+    (label,) = ax.texts
+    assert label.get_text() == "all that the policy costs" and label.xy[1] == pytest.approx(cost)
+    share = float(table[(table.order == "effect") & (table.entries == 50)].share.iloc[0])
+    for change, said in ((0.0, "Loss regained by entries put back"), (0.44, "44%"), (1.2, "all")):
+        why.summary["difference"] = cost if change else 0.0
+        why.restored = table.assign(share=table.share * change / share)
+        title = attribution.title(why)
+        assert title == (f"50 entries regain {said} of what the policy costs" if change else said)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from support.live_runs import generate, prompt, small
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import kvlab
-from kvlab.inputs import models
 
 SPLIT = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu"}
 SPLIT |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
@@ -73,15 +71,3 @@ def test_what_cannot_be_had_is_refused_with_the_reason(folder):
 def test_a_quantisation_that_is_not_installed_is_refused_with_the_reason(folder):
     with pytest.raises(kvlab.KvlabError, match="cannot load a model from .*bitsandbytes"):
         kvlab.load(folder, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
-
-
-def test_a_model_on_two_gpus_is_refused_before_it_runs(tiny):
-    lm = models.random_lm("tiny-llama-gqa", device="cpu", dtype="float32")
-    for number, layer in enumerate(lm.model.model.layers):
-        layer._hf_hook = SimpleNamespace(execution_device=number)
-    for run in (
-        lambda: kvlab.capture(lm, prompt(20), 2),
-        lambda: kvlab.compress(lm.model, small("snapkv")).__enter__(),
-    ):
-        with pytest.raises(kvlab.KvlabError, match="computes on cuda:0 and cuda:1, and kvlab runs a model on one"):
-            run()

@@ -223,4 +223,6 @@ def test_the_page_names_all_that_a_prompt_offers():
         ):
             assert f"`{name}" in page, name
     for verb in CHECKS:
-        assert f"`{verb}`" in page, verb
+        arguments = list(inspect.signature(getattr(kvlab.Policy, verb)).parameters)[1:]
+        assert f"`{verb}({', '.join(arguments)})`" in page, verb
+        assert all(f"| `{argument}` |" in page for argument in arguments), verb

@@ -35,8 +35,8 @@ def test_what_is_no_measured_finding_cannot_be_quoted(tmp_path, quoted, more, ma
         papers.load_file(path)
 
 
-def test_twenty_findings_of_all_papers_are_quoted_and_the_quick_profile_measures_each():
+def test_each_paper_quotes_one_finding_at_least_and_the_quick_profile_measures_each():
     quoted = papers.quoted()
-    assert len({claim.fact for claim in quoted}) == 20 == sum(len(paper.quoted) for paper in papers.papers())
+    assert len({claim.fact for claim in quoted}) == sum(len(paper.quoted) for paper in papers.papers())
     assert {claim.paper for claim in quoted} == {paper.name for paper in papers.papers()}
     assert {claim.kind for claim in quoted} <= {*papers.SAMPLED} and {claim.profile for claim in quoted} == {"quick"}

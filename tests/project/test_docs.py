@@ -161,6 +161,32 @@ def test_the_policy_of_ones_own_works_as_shown():
     assert session.kept(0)[0].tolist()[:10] == replayed.kept(0)[0].tolist()
 
 
+def test_the_policy_that_evicts_while_decoding_keeps_what_plain_loops_keep():
+    (example,) = examples(ROOT / "docs" / "what_a_policy_sees.md")
+    shown: dict = {}
+    exec(compile(example.partition("\nlm = ")[0], "what_a_policy_sees.md", "exec", dont_inherit=True), shown)
+    trace = kvlab.capture(kvlab.random_lm("tiny-llama-gqa"), torch.arange(3, 43), new_tokens=6, pseudo=())
+    replayed = kvlab.replay(trace, shown["Fading"](budget=10))
+    group = trace.heads // trace.kv_heads
+
+    def attention(position: int, kept: list[int], head: int) -> list[float]:
+        """Of a token's query of layer 0 on these positions, summed over the group of a KV head."""
+        queries = trace.queries[0, head * group : (head + 1) * group, position - trace.length]
+        logits = queries @ trace.keys[0, head, kept].T / queries.shape[-1] ** 0.5
+        return logits.softmax(-1).sum(0).tolist()
+
+    for head in range(trace.kv_heads):
+        prompt = list(range(40))
+        scores = dict(zip(prompt, attention(39, prompt, head), strict=True))
+        kept = sorted(sorted(prompt, key=lambda position: -scores[position])[:10])
+        for step in range(6):
+            assert replayed.stored(0, step)[head].tolist() == kept
+            kept = [*kept, 40 + step]
+            found = dict(zip(kept, attention(40 + step, kept, head), strict=True))
+            scores = {position: 0.9 * scores.get(position, 0) + found[position] for position in kept}
+            kept.remove(min(kept[:-1], key=lambda position: scores[position]))
+
+
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
     """A working directory with what the examples name, and a store of its own."""

@@ -90,6 +90,24 @@ def test_summaries_read_well_in_a_terminal_of_80_columns(monkeypatch):
     assert summary == dict(summary) and json.loads(json.dumps(summary)) == summary
 
 
+def test_a_summary_of_several_documents_says_which_row_is_of_which_and_where_their_means_are(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    names = ["sotu/1962[0:48]", "squad/Rhine[0:48]"]
+    traces = [replace(trace(), meta={"document": f"{name}@0"}) for name in names]
+    replays = kvlab.replay(traces, ["streamingllm"], budgets=[12, 16])
+    table = replays.summary
+    header, *rows, rest, last = repr(table).splitlines()
+    assert header.split()[:3] == ["document", "policy", "budget"] and max(map(len, [header, *rows])) <= 80
+    assert [(row.split()[1], row.split()[3]) for row in rows] == [(name, size) for name in names for size in ("12", "16")]
+    assert rest.startswith("[also: ") and "document" not in rest and list(table.columns)[0] == "policy"
+    assert last == "[means and intervals over the documents: .intervals of the replays]"
+    assert set(replays.intervals.traces) == {2}
+    chosen = repr(table[["policy", "document", "recall"]]).splitlines()
+    assert chosen[0].split() == ["policy", "document", "recall"] and chosen[-1] == last
+    one = repr(table[table.document == names[0]]).splitlines()
+    assert one[0].split()[0] == "policy" and "document" in one[-1] and one[-1].startswith("[also: ")
+
+
 def test_policy_objects_with_their_parameters_times_budgets():
     result = kvlab.replay(trace(), [kvlab.policy("snapkv", budget=20, window=8, kernel=5)], budgets=[20, 30])
     assert len(result.summary) == 2

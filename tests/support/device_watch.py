@@ -178,7 +178,7 @@ def memory_watched(besides: Collection[int] = ()) -> Iterator[Memory]:
         options = {name: x.inside if isinstance(x, pretend_gpu.Far) else x for name, x in kwargs.items()}
         with _disable_current_modes():
             found = fused(*inside, **options)
-            found = pretend_gpu.Far(found) if far else found
+            found = pretend_gpu.Far(found, next(x.device for x in args if _far(x))) if far else found
         if far:
             watch.see(found)
         return found

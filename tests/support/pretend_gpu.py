@@ -1,9 +1,10 @@
-"""A GPU for machines that have none: `with present():` there is a device "pretend" that torch takes for an accelerator.
+"""GPUs for machines that have none: `with present():` there is a device "pretend" that torch takes for an accelerator.
 
 Its tensors are kept and computed with on the CPU, but it is as strange to the CPU as a real one, and stricter than any:
 no operation takes tensors of both, but for what CUDA allows (copies, CPU indices into its tensors, single CPU numbers);
 NumPy gets none of its tensors; it knows no float64, as Apple's GPUs; and it does not answer `is_cuda`, which is true of
-one maker's GPUs only. Random numbers are drawn on it without a generator, or with none of the CPU's.
+one maker's GPUs only. Random numbers are drawn on it without a generator, or with none of the CPU's. With `present(2)`
+there are two, as strange to each other as to the CPU.
 
 What works here can still fail on a real GPU, for want of a kernel or of memory. What fails here fails there.
 """
@@ -33,10 +34,9 @@ TO_PYTHON = {aten._local_scalar_dense, aten.equal, aten.is_nonzero}
 
 
 class Here:
-    """What this process knows of its pretended GPU."""
+    """What this process knows of its pretended GPUs."""
 
-    present = False
-    device: torch.device
+    count = 0
     locked: ClassVar[WeakSet[torch.UntypedStorage]] = WeakSet()  # storages in page-locked memory
 
 
@@ -46,12 +46,12 @@ class Far(Tensor):
     inside: Tensor
 
     @staticmethod
-    def __new__(cls, inside: Tensor) -> Far:
+    def __new__(cls, inside: Tensor, device: torch.device) -> Far:
         if inside.dtype in (torch.float64, torch.complex128):
             raise TypeError(f"the pretended GPU has no {inside.dtype}")
         layout = dict(strides=inside.stride(), storage_offset=inside.storage_offset(), layout=inside.layout)
         found = torch.Tensor._make_wrapper_subclass(
-            cls, inside.shape, dtype=inside.dtype, device=Here.device, requires_grad=inside.requires_grad, **layout
+            cls, inside.shape, dtype=inside.dtype, device=device, requires_grad=inside.requires_grad, **layout
         )
         found.inside = inside
         return found
@@ -92,7 +92,10 @@ def computed(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         _refuse_mixtures(kind, args, tensors)
     if kind in (aten.is_pinned, aten._pin_memory):
         return _page_locked(kind, *args)
-    goes_far = far if wanted is None else torch.device(wanted).type == NAME
+    place = next(x.device for x in tensors if isinstance(x, Far)) if far else CPU
+    if wanted is not None:
+        place = torch.device(wanted)
+    goes_far = place.type == NAME
     generator = kwargs.get("generator")
     if goes_far and generator is not None:
         raise RuntimeError(f"Expected a '{NAME}' device type for generator but found '{generator.device.type}'")
@@ -103,7 +106,9 @@ def computed(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     found = func(*inner, **options)
     if inner and found is inner[0] and isinstance(found, Tensor):
         return args[0]  # changed in place
-    return _outside(found) if goes_far and kind not in TO_PYTHON else found
+    if not goes_far or kind in TO_PYTHON:
+        return found
+    return _outside(found, torch.device(NAME, place.index or 0))
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -120,16 +125,17 @@ def _inside(x: Any) -> Any:
     return type(x)(map(_inside, x)) if type(x) in (list, tuple) else x
 
 
-def _outside(x: Any) -> Any:
+def _outside(x: Any, device: torch.device) -> Any:
     if isinstance(x, Tensor):
-        return Far(x)
-    return type(x)(map(_outside, x)) if type(x) in (list, tuple) else x
+        return Far(x, device)
+    return type(x)(_outside(each, device) for each in x) if type(x) in (list, tuple) else x
 
 
 def _refuse_mixtures(kind: Any, args: tuple, tensors: list[Tensor]) -> None:
-    near = [x for x in tensors if not isinstance(x, Far) and x.dim() > 0]
+    near = any(not isinstance(x, Far) and x.dim() > 0 for x in tensors)
     indices_alone = kind in INDEXED and isinstance(args[0], Far)
-    if near and kind not in COPIES and not indices_alone:
+    apart = len({x.device for x in tensors if isinstance(x, Far)}) > 1
+    if kind not in COPIES and (apart or (near and not indices_alone)):
         shapes = ", ".join(f"{list(x.shape)} on {x.device}" for x in tensors)
         raise RuntimeError(f"Expected all tensors to be on the same device, but {kind} was given {shapes}")
 
@@ -150,14 +156,14 @@ def _register() -> None:
         "Hooks",
         (torch._C._acc.PrivateUse1Hooks,),
         {
-            "is_available": lambda self: Here.present,
+            "is_available": lambda self: bool(Here.count),
             "is_built": lambda self: True,
-            "has_primary_context": lambda self, index: Here.present,
+            "has_primary_context": lambda self, index: index < Here.count,
         },
     )
     module = SimpleNamespace(
-        is_available=lambda: Here.present,
-        device_count=lambda: int(Here.present),
+        is_available=lambda: bool(Here.count),
+        device_count=lambda: Here.count,
         current_device=lambda: 0,
         is_initialized=lambda: True,
         _is_in_bad_fork=lambda: False,
@@ -168,7 +174,6 @@ def _register() -> None:
         __name__=NAME,
     )
     backend_registration._setup_privateuseone_for_python_backend(NAME, module, hooks())
-    Here.device = torch.device(NAME, 0)
 
 
 def _moved_after(make: Any) -> Any:
@@ -185,8 +190,8 @@ def _moved_after(make: Any) -> Any:
 
 
 @contextmanager
-def present() -> Iterator[torch.device]:
-    """The machine has a GPU while the block runs; gives its device.
+def present(count: int = 1) -> Iterator[torch.device]:
+    """The machine has a GPU, or so many, while the block runs; gives the device of the first.
 
     Inference mode is `no_grad` meanwhile, since what it makes cannot be wrapped.
     """
@@ -205,10 +210,10 @@ def present() -> Iterator[torch.device]:
         mock.patch.object(torch, "tensor", _moved_after(torch.tensor)),
         mock.patch.object(torch, "as_tensor", _moved_after(torch.as_tensor)),
         mock.patch.object(torch.accelerator, "synchronize", lambda device=None: None),
-        mock.patch.object(Here, "present", True),
+        mock.patch.object(Here, "count", count),
         Watch(),
     ):
-        yield Here.device
+        yield torch.device(NAME, 0)
 
 
 # At import, since autograd counts the devices once, in its first backward pass.

@@ -63,9 +63,14 @@ def load(
     unless KVLAB_ONEDNN says otherwise (`kvlab.core.onednn`). kvlab's own attention follows that variable only.
 
     `placing` goes to transformers. device_map, max_memory and offload_folder leave weights that do not fit the GPU on
+<<<<<<< HEAD
     the CPU or on the disk. quantization_config quantises them: docs/models.md says what works. They need accelerate,
     and the package that quantises.
     All layers compute on one device: a model that is split over several GPUs is refused when it is run.
+=======
+    the CPU or on the disk. quantization_config quantises them. They need accelerate, and the package that quantises.
+    Layers may lie on several GPUs: each keeps its entries where it computes.
+>>>>>>> graphs
 
     Raises KvlabError for an unknown name, and for a model that kvlab cannot hook, before its weights are read.
     """

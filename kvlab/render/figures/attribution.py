@@ -62,7 +62,7 @@ def restored(why: Attribution, ax: Axes | None = None) -> Axes:
         ax.plot(rows.entries, rows.regained, marker=marker, color=colour, label=label)
     ax.axhline(difference, color=plots.INK, linewidth=1, linestyle="--")
     ax.annotate(
-        "the full cache's loss", (0.01, difference), xycoords=("axes fraction", "data"), xytext=(0, 3),
+        "all that the policy costs", (0.01, difference), xycoords=("axes fraction", "data"), xytext=(0, 3),
         textcoords="offset points", fontsize=9, color=plots.INK,
     )  # fmt: skip
     if len(table):
@@ -77,11 +77,13 @@ def restored(why: Attribution, ax: Axes | None = None) -> Axes:
 
 
 def title(why: Attribution) -> str:
-    """The curve's message: how much of the loss the first 50 entries by effect regain, where so many were evicted."""
+    """The curve's message: how much of the policy's cost the first 50 entries by effect regain, where so many were
+    evicted.
+    """
     table = why.restored
     rows = table[(table.order == "effect") & (table.entries == 50)]
     if rows.empty or why.summary["difference"] <= 0:
         return "Loss regained by entries put back"
     share = float(rows.share.iloc[0])
     # What helps stays evicted, so that the harmful entries alone can regain more than the full cache has.
-    return "50 entries regain all of the loss" if share >= 1 else f"50 entries regain {share:.0%} of the loss"
+    return f"50 entries regain {'all' if share >= 1 else f'{share:.0%}'} of what the policy costs"

@@ -18,6 +18,7 @@ from kvlab.workbench.workspace.rendering import render
 
 WORD = re.compile(r"[a-z][a-z0-9_]*")
 CLAIM = re.compile(r"(?P<paper>[a-z][a-z0-9-]*)\.(?P<what>[a-z][a-z0-9_.-]*)")
+PRINTED = re.compile(r"(?P<kind>table|figure)_?(?P<number>[a-z]?\d+)\.")
 
 
 def add(kind: str, name: str, with_tasks: bool = False) -> list[Path]:
@@ -25,7 +26,8 @@ def add(kind: str, name: str, with_tasks: bool = False) -> list[Path]:
 
     Args:
         kind: one of KINDS.
-        name: a word in small letters; of a claim, PAPER.NAME: a paper that is not there yet is begun.
+        name: a word in small letters; of a claim, PAPER.NAME: a paper that is not there yet is begun. Of
+            `mypaper.table2.gain` the claim is of table 2; without a table or a figure in its name, of table 1.
         with_tasks: of a notebook: it scores answers of the live model to tasks, instead of replays.
 
     Raises:
@@ -84,7 +86,15 @@ def _claim(folder: Path, name: str) -> list[Path]:
     paper, what = parts["paper"], parts["what"]
     if name in {claim.id for claim in papers.claims()}:
         raise KvlabError(f"there is a claim {name!r} already; take another name")
-    values = {"id": name, "paper": paper, "what": what.replace(".", "/"), "title": _title(paper)}
+    printed = PRINTED.match(what)
+    kind, number = printed.group("kind", "number") if printed else ("table", "1")
+    values = {
+        "id": name,
+        "paper": paper,
+        "what": what.replace(".", "/"),
+        "where": f"{kind} {number}",
+        "title": _title(paper),
+    }
     path = folder / papers.OWN / f"{paper}.yaml"
     test = folder / "tests" / ("test_" + re.sub(r"\W+", "_", name) + ".py")
     claim = render("added/claim.yaml.j2", **values)
@@ -95,7 +105,7 @@ def _claim(folder: Path, name: str) -> list[Path]:
         return [path, *_written(files)]
     if paper in {known.name for known in papers.papers()}:
         raise KvlabError(f"kvlab has the paper {paper!r}; `kvlab new my-lab --paper {paper}` makes a workspace of it")
-    figure = folder / papers.OWN / "figures" / f"{paper}_table1.csv"
+    figure = folder / papers.OWN / "figures" / f"{paper}_{kind}{number}.csv"
     return _written(
         {
             path: render("added/paper.yaml.j2", **values) + claim,

@@ -381,7 +381,8 @@ function drawFates(p, most, when, dropped) {
       name,
       about: `keeps ${percent(dropped[i].filter(each => each === steps).length / dropped[i].length)}`,
       look: (row, head) => {
-        const left = last(row, head) === steps ? 1 : (0.6 * last(row, head)) / steps;
+        const step = last(row, head),
+          left = step === steps ? 1 : step && (0.6 * (step + 1)) / steps;
         return left ? `fill:var(--p${i});fill-opacity:${left.toFixed(2)}` : "";
       },
       find: (row, head) => ({
