@@ -63,7 +63,7 @@ def metrics(answers: Sequence[Answer]) -> tuple[dict[str, float], dict[str, tupl
         measured = f"{row['parameters'] or row['policy']} compressed at the {row['compress_at']}'s end"
         if name in named:
             raise KvlabError(
-                f"{name}/score would be the name of two numbers, of {named[name]} and of {measured}; ask for the "
+                f"{name}/score would be the name of two numbers, of {named[name]} and of {measured}. Ask for the "
                 "metrics of each separately, or give one setting of the policy its own name in a subclass"
             )
         named[name] = measured

@@ -48,7 +48,8 @@ def unknown(name: str, known: Iterable[str]) -> str:
         values = inside.removesuffix(")")
         return (
             f"{name!r} is not the name of a policy: a name has no parameters; in Python pass "
-            f"kvlab.policy({bare!r}{values and f', {values}'}), and for commands name a subclass that has other defaults"
+            f"kvlab.policy({bare!r}{values and f', {values}'}), and for commands name a subclass that has other "
+            "defaults"
         )
     if name == "oracle_effect":
         return (
