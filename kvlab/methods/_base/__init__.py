@@ -1,1 +1,1 @@
-"""What policies share: the class `Policy`, the prompt that it sees, the clock of a decoding step, and its checks."""
+"""Shared parts of all policies: the class `Policy`, its prompt, the clock of a decoding step, and the checks."""

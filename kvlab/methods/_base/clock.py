@@ -20,7 +20,7 @@ from kvlab.methods import Policy
 
 @dataclass
 class Step:
-    """What one decoding step attended to."""
+    """The attention of one decoding step: its output, its weights and the slots that it read."""
 
     output: Tensor  # [rows, heads, 1, head_dim]
     weights: Tensor | None  # [rows, heads, slots read]; None if not asked for

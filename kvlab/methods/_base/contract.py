@@ -1,5 +1,7 @@
-"""What the verbs of a policy must give: checked after each call of a verb that a user has written, so that a mistake is
-one sentence and not a wrong number. kvlab's own policies give the same; its tests check them.
+"""The results that the verbs of a policy must give.
+
+They are checked after each call of a verb that a user has written. So a mistake becomes an error in one sentence and
+not a wrong number. kvlab's own policies give the same; its tests check them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is measured once for a model and then looked up by policies: small JSON files, checked when read."""
+"""Numbers that are measured once for a model and then looked up by policies: small JSON files, checked when read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What policies ask for, and what they do, so that callers look at one object and at no method of a class."""
+"""The needs of policies: the inputs that they ask for, and what they do.
+
+Callers look at one object and at no method of a class.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ class PseudoTokens:
 
     Attributes:
         key: the name under which a trace keeps their queries.
-        tokens: their ids `[m]`, of a prompt's ids `[length]`, the number of token ids that there are, and a function
-            that gives the ids of a text.
+        tokens: a function that gives their ids `[m]`. Its arguments are a prompt's ids `[length]`, the number of token
+            ids that there are, and a function that gives the ids of a text.
     """
 
     key: str
@@ -43,7 +46,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a policy asks for, each only recorded where somebody does, and what it does.
+    """The inputs that a policy asks for, each only recorded where somebody does, and what it does.
 
     Attributes:
         queries: how many of the last prompt queries it looks at (`Prompt.window`); None for all of them.
@@ -98,7 +101,7 @@ class Needs:
 
     @property
     def inputs(self) -> Needs:
-        """What it asks for alone: the needs of whoever uses its scores and does something else with them."""
+        """The inputs alone: the needs of whoever uses its scores and does something else with them."""
         return replace(self, **dict.fromkeys(VERBS, False))
 
     def window(self, length: int) -> int:

@@ -1,8 +1,8 @@
 """Pages of consecutive entries, each summed up by the elementwise maximum and minimum of its keys (Quest, RocketKV).
 
 The summaries of a store lie in `memory["pages"]`, `[rows, kv_heads, 2, head_dim, pages]`, maximum first, and count as
-storage. Each dimension's pages lie side by side, as in RocketKV (section 3.4, step 1), so that some dimensions are
-taken by copying whole stretches of memory. The newest page may hold fewer entries than the others.
+storage. Each dimension's pages are contiguous, as in RocketKV (section 3.4, step 1). Selecting some dimensions then
+copies whole stretches of memory. The newest page may have fewer entries than the others.
 """
 
 from __future__ import annotations

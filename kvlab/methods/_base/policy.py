@@ -1,8 +1,9 @@
-"""What a policy sees and may do. One object serves a replay and a live run alike.
+"""The class of all policies: what a policy sees and may do. One object serves a replay and a live run alike.
 
-A policy may set budgets for each layer, ask for pseudo-tokens, score the prompt, evict or merge once after the prefill,
-and then at every decoding step select what is read, bias the logits, update its scores, and evict or merge. Most
-override one or two of these; whatever is not overridden does nothing.
+Before the first decoding step a policy may set budgets for each layer, ask for pseudo-tokens, and score the prompt.
+After the prefill it may evict or merge once. At every decoding step it may select the entries that are read, bias the
+logits, update its scores, and evict or merge. Most override one or two of these; whatever is not overridden does
+nothing.
 
 Rows are the sequences of a batch in a live run and the layers of a model in a replay.
 """
@@ -159,8 +160,10 @@ class Policy(Parameters, metaclass=Declaring):
 
     @property
     def needs(self) -> Needs:
-        """What it asks for and what it does. A class says here what it asks of the model besides; the rest follows from
-        its other attributes and from the verbs that it writes.
+        """The inputs that it asks for, and what it does.
+
+        A class lists here only further needs of the model. The rest follows from its other attributes and from the
+        verbs that it writes.
         """
         return NOTHING
 
@@ -218,7 +221,7 @@ class Policy(Parameters, metaclass=Declaring):
     # ------------------------------------------------------------------ before the layers are compressed
 
     def survey(self, prompt: Prompt) -> Tensor:
-        """What each layer reports, `[rows, ...]`, for a method that shares its budget out among all layers."""
+        """The report of each layer, `[rows, ...]`, for a method that shares its budget out among all layers."""
         raise NotImplementedError(f"{self.name} decides for each layer by itself")
 
     def plan(self, surveys: Tensor, prompt: Prompt) -> Tensor:
@@ -239,8 +242,10 @@ class Policy(Parameters, metaclass=Declaring):
         return torch.zeros(prompt.keys.shape[:3], dtype=torch.float32, device=prompt.keys.device)
 
     def importance(self, prompt: Prompt, budget: int) -> Tensor:
-        """What the prompt's tokens compete for the budget with, `[rows, sets, length]`: `scores`, pooled where the
-        method pools, and infinity for what it always keeps. Methods around another's scores ask for it.
+        """The values by which the prompt's tokens compete for the budget, `[rows, sets, length]`.
+
+        They are `scores`, pooled where the method pools, and infinity for tokens that it always keeps. Methods around
+        another's scores ask for it.
 
         Raises:
             KvlabError: the method does not score tokens.
@@ -310,13 +315,13 @@ class Policy(Parameters, metaclass=Declaring):
             hidden: `[batch, length, width]`, the hidden states that the layer's attention is given.
 
         Returns:
-            int64 `[batch, kv_heads, kept]` (`[batch, heads, kept]` of a policy that keeps a set for each query head),
-            original positions in ascending order, -1 at the end where a head keeps fewer. A decode-time or selection
-            policy returns what its prefill stage keeps.
+            int64 `[batch, kv_heads, kept]`, original positions in ascending order, -1 at the end where a head keeps
+            fewer. A policy that keeps a set for each query head returns `[batch, heads, kept]`. A decode-time or
+            selection policy returns what its prefill stage keeps.
 
         Raises:
-            KvlabError: something that the policy needs was not given, shapes that do not fit together, values that are
-                not finite, or a policy that must see all layers first.
+            KvlabError: an input that the policy needs is missing, shapes do not fit together, or values are not finite.
+                Or the policy must see all layers first.
         """
         if self.needs.surveys:
             raise KvlabError(
@@ -365,7 +370,7 @@ class Policy(Parameters, metaclass=Declaring):
         return None
 
     def bias(self, store: LayerStore) -> Tensor | None:
-        """What is added to the logits of stored entries, `[rows, kv_heads, slots]`; None for nothing."""
+        """The addition to the logits of stored entries, `[rows, kv_heads, slots]`; None for nothing."""
         return None
 
     def amend(self, store: LayerStore, output: Tensor) -> Tensor:
@@ -373,7 +378,8 @@ class Policy(Parameters, metaclass=Declaring):
         return output
 
     def overhead_bytes(self, store: LayerStore) -> int | Tensor:
-        """Bytes that the step loads besides the entries it reads: all that is stored beside them, unless overridden.
+        """Bytes that the step loads in addition to the entries it reads: all other stored data, unless overridden.
+
         A number, or one on the store's device, which is read only when somebody asks.
         """
         return store.aux_bytes

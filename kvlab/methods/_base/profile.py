@@ -1,4 +1,4 @@
-"""The attention rows of the latest queries, kept beside the entries as they were attended and never computed again."""
+"""The attention rows of the latest queries, stored with the entries as they were attended and never computed again."""
 
 from __future__ import annotations
 

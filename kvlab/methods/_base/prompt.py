@@ -20,7 +20,7 @@ from kvlab.methods._base.repeating import Repetition
 
 
 class Asks(Protocol):
-    """What a prompt must know of a policy that asks for something: its name, and what it needs."""
+    """The attributes that a prompt must know of a policy that asks for something: its name and its needs."""
 
     name: ClassVar[str]
 
@@ -101,7 +101,7 @@ class Prompt:
         self._shared: dict[tuple, Tensor] = {} if shared is None else shared
 
     def softmax(self, row: int) -> Softmax:
-        """What the model makes of the products of one row."""
+        """The model's softmax over the products of one row."""
         return Softmax.of(self.scaling).row(row)
 
     @property
@@ -128,8 +128,9 @@ class Prompt:
         return self.window(self._policy.needs.window(self.length))
 
     def seen_by(self, policy: Asks) -> Prompt:
-        """The same prompt, with its shared results, as a policy sees it: what it has not declared is refused, in a
-        replay as in a live run.
+        """The same prompt, with its shared results, as a policy sees it.
+
+        It refuses inputs that the policy has not declared, in a replay as in a live run.
         """
         seen = copy.copy(self)
         seen._policy = policy

@@ -54,7 +54,7 @@ class Repetition:
         return ", ".join([f"chunk={self.chunk}, sinks={self.sinks}, plus={self.plus}", *more])
 
     def parts(self, prompt: Tensor, encode: Callable[[str], Tensor] | None) -> list[Part]:
-        """What is fed, part by part, on top of a prompt `[length]`; without instructions where nothing encodes them."""
+        """The parts that are fed after a prompt `[length]`; without instructions where nothing encodes them."""
         parts = []
         for start in range(0, len(prompt), self.chunk):
             part = prompt[start : start + self.chunk]
