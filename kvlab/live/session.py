@@ -33,6 +33,7 @@ from kvlab.live.generate_hooks import Generations, generating
 from kvlab.live.prefill import Prefill
 from kvlab.live.reports import Reports, located
 from kvlab.live.row_groups import Group
+from kvlab.live.static_cache import static_cache
 from kvlab.methods import Policy, listed, policy
 from kvlab.methods._base import contract
 
@@ -422,6 +423,23 @@ class Session:
             raise KvlabError("sessions are joined without probes, in one with turns='leave'")
         self._cache = LiveCache.joined(self, caches, [session.policy for session in sessions])
         return self._cache
+
+    def static_cache(self, room: int) -> Cache:
+        """The compressed prompt's entries as a cache of fixed size, for decoding outside of the session.
+
+        Its steps have the same shapes, so `torch.compile` compiles them once. `generate` does that by itself on a GPU.
+        The session's own entries stay.
+
+        Args:
+            room: how many tokens may be fed on top.
+
+        Raises:
+            KvlabError: a policy that acts at every step; layers or heads with different numbers of entries; layers that
+                no policy compresses; a storage that rounds; or no compressed prompt.
+        """
+        if self._cache is None:
+            raise KvlabError("no prompt has been fed yet")
+        return static_cache(self._cache, room)
 
     # ------------------------------------------------------------------ what is there
 

@@ -158,6 +158,25 @@ def test_sinks_windows_convolutions_and_latents(family):
     assert same == others
 
 
+def test_a_cache_of_fixed_size(cpu, gpus):
+    def steps(lm):
+        ids = prompt(60).to(lm.device)
+        with torch.no_grad():
+            with kvlab.compress(lm.model, small("snapkv")) as session:
+                logits = [lm.model(ids).logits[:, -1:]]
+                session.end_prompt()
+            cache = session.static_cache(5)
+            for _ in range(5):
+                logits.append(lm.model(logits[-1].argmax(-1), past_key_values=cache).logits)
+        return torch.cat(logits, 1), [str(layer.keys.device) for layer in cache.layers]
+
+    expected, _ = steps(cpu)
+    with pretend_gpu.present(2):
+        found, places = steps(gpus)
+        close(found, expected)
+    assert places == [FIRST, SECOND]
+
+
 def test_beams(cpu, gpus):
     def beams(lm):
         settings = dict(max_new_tokens=4, min_new_tokens=4, num_beams=2, do_sample=False, pad_token_id=0)
