@@ -196,7 +196,7 @@ def test_what_add_writes_passes_its_tests_as_it_is(made):
     ("name", "where", "figure"),
     [
         ("mypaper.table2.four_enough", "table 2", "table2"),
-        ("mypaper.figure12.gain", "figure 12", "figure12"),
+        ("mypaper.figure12b.gain", "figure 12b", "figure12b"),
         ("mypaper.tables.gain", "table 1", "table1"),
         ("mypaper.gain", "table 1", "table1"),
     ],
