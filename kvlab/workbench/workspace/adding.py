@@ -18,7 +18,7 @@ from kvlab.workbench.workspace.rendering import render
 
 WORD = re.compile(r"[a-z][a-z0-9_]*")
 CLAIM = re.compile(r"(?P<paper>[a-z][a-z0-9-]*)\.(?P<what>[a-z][a-z0-9_.-]*)")
-PRINTED = re.compile(r"(?P<kind>table|figure)_?(?P<number>[a-z]?\d+)\.")
+PRINTED = re.compile(r"(?P<kind>table|figure)_?(?P<number>[a-z]?\d+[a-z]?)\.")
 
 
 def add(kind: str, name: str, with_tasks: bool = False) -> list[Path]:
