@@ -45,10 +45,10 @@ class Summary(pd.DataFrame):
         plain, room = pd.DataFrame(self), shutil.get_terminal_size().columns
         text, left_out = _fitting(plain, room)
         notes = []
-        if list(plain.columns).count("document") == 1 and len(set(plain["document"])) > 1:
+        if plain.columns.is_unique and "document" in list(plain.columns) and len(set(plain["document"])) > 1:
             if "document" in left_out:
                 others = [name for name in plain.columns if name != "document"]
-                text, left_out = _fitting(pd.DataFrame(plain[["document", *others]]), room)
+                text, left_out = _fitting(plain.reindex(columns=["document", *others]), room)
             notes = ["[means and intervals over the documents: .intervals of the replays]"]
         if left_out:
             notes.insert(0, f"[also: {', '.join(map(str, left_out))}]")
