@@ -434,8 +434,8 @@ class Session:
             room: how many tokens may be fed on top.
 
         Raises:
-            KvlabError: a policy that acts at every step; layers or heads with different numbers of entries; layers that
-                no policy compresses; a storage that rounds; or no compressed prompt.
+            KvlabError: no compressed prompt, a policy that acts at every step, or a storage that rounds. Also layers or
+                heads with different numbers of entries, and layers that no policy compresses.
         """
         if self._cache is None:
             raise KvlabError("no prompt has been fed yet")
