@@ -31,11 +31,13 @@ class FixedLayer(StaticLayer):
         super().__init__(max_cache_len=kept + room)
         self.evicted = evicted
         self.lazy_initialization(keys, values)
+        assert self.keys is not None and self.values is not None, "they were made in the line before"
         self.keys[:, :, :kept], self.values[:, :, :kept] = keys, values
         self.cumulative_length = torch.tensor(kept, device=keys.device)
         torch._dynamo.mark_static_address(self.cumulative_length)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None and self.values is not None, "a layer is made with them"
         n = key_states.shape[2]
         slots = torch.arange(n, device=key_states.device) + self.cumulative_length
         self.cumulative_length.add_(n)
