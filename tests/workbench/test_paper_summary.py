@@ -145,7 +145,7 @@ def test_a_paper_with_questions_alone_says_how_they_stand():
     ]
 
 
-def test_of_this_projects_ledger_every_paper_has_five_sentences_the_first_on_what_it_claims():
+def test_of_this_projects_ledger_every_measured_paper_has_five_sentences_the_first_on_what_it_claims():
     of_papers = {paper.label: paper.says for paper in papers.papers()}
     for judged in (
         snapshots.read(ROOT / "docs" / "ledger" / "smollm2-135m.csv"),
@@ -153,5 +153,6 @@ def test_of_this_projects_ledger_every_paper_has_five_sentences_the_first_on_wha
     ):
         for label, mine in by_paper(judged).items():
             told = digest(mine, subjects(judged), of_papers[label])
-            assert len(told) == 5 and told[0] == of_papers[label], label
+            measured = any(entry.measured for entry in mine)
+            assert len(told) == (5 if measured else 2) and told[0] == of_papers[label], label
             assert all(sentence.endswith(".") and len(sentence) < 640 for sentence in told)
