@@ -27,8 +27,8 @@ from kvlab.workbench.report import stability_jobs as judging
 from kvlab.workbench.store import database, run_index, tracking
 
 DECLARED = 'seed = 0\ndocuments = ["mixed/8"]\nboom = False\n'
-VALUES = {(0, "mixed/8"): 0.6, (0, "mixed/8b"): 0.2, (1, "mixed/8"): 0.61, (1, "mixed/8b"): -0.6}
-"""The reduction that a job measures, where the paper's is 0.605: a size missed, and a direction missed."""
+VALUES = {(0, "mixed/8"): 0.6, (0, "mixed/8b"): -0.2, (1, "mixed/8"): 0.61, (1, "mixed/8b"): -0.6}
+"""The reduction that a job measures: on one set of texts in the direction of the claim, on the other against it."""
 
 
 def drawn(project, uses: str = "print(seed, documents)"):
@@ -188,14 +188,14 @@ def test_cells_alone_are_no_ledger(toy, place):
 def test_each_cell_is_judged_on_its_own_run(toy, place):
     found = judging.judged(measured(), "quick")
     assert {(line["seed"], line["documents"]): (line["verdict"], float(line["value"])) for line in found} == {
-        ("0", "mixed/8"): ("holds", 0.6),
-        ("0", "mixed/8b"): ("holds in direction only", 0.2),
-        ("1", "mixed/8"): ("holds", 0.61),
+        ("0", "mixed/8"): ("holds in direction only", 0.6),
+        ("0", "mixed/8b"): ("fails", -0.2),
+        ("1", "mixed/8"): ("holds in direction only", 0.61),
         ("1", "mixed/8b"): ("fails", -0.6),
     }
     assert {(line["model"], line["machine"], line["profile"]) for line in found} == {("toy@0", "an abacus", "quick")}
     (one,) = stability.measured(found)
-    assert (one.count, len(one.turns)) == ("2 of 3", 1)
+    assert (one.count, len(one.turns)) == ("2 of 3", 2)
 
 
 def test_a_cell_whose_job_failed_is_left_out(toy, place):
@@ -217,7 +217,7 @@ def test_of_the_jobs_of_a_grid_the_one_that_measured_the_claim_is_judged(toy, pl
     ids = [job(0.6), job(0.1, metric="another")]
     results = [launch.Result(None, "finished", run_id) for run_id in ids]  # type: ignore[arg-type]
     (line,) = judging.judged({Cell(EXPERIMENT, "", "0", ANY): results}, "quick")
-    assert line["verdict"] == "holds" and line["documents"] == ANY
+    assert line["verdict"] == "holds in direction only" and line["documents"] == ANY
 
 
 # ------------------------------------------------------------------------------------------------ the command
