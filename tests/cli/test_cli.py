@@ -209,7 +209,7 @@ def test_reproduce_runs_every_experiment_on_every_model(project, capsys, monkeyp
         (EXPERIMENT, "large", "model=large"),
         (EXPERIMENT, str(project / "folder"), f"model={project / 'folder'}"),
     ]
-    assert "◐ 0.300" in out and "● 0.600" in out and "Findings on large 8B" in out
+    assert "◐ 0.300" in out and "◐ 0.600" in out and "Findings on large 8B" in out
     assert {path.name for path in (project / "report").iterdir()} >= {"model-small.html", "model-large.html"}
 
 

@@ -97,8 +97,8 @@ def test_a_check_that_was_not_measured_is_not_missed():
 
 
 def test_the_ledger_names_finding_kind_power_and_machine(project):
-    job(0.05, hardware="a machine")
-    row = report.ledger().set_index("id").loc["zsmerge.figure4.reduction_20"]
+    job(0.05, metric="published/reduction/40", hardware="a machine")
+    row = report.ledger().set_index("id").loc["zsmerge.figure4.as_published"]
     assert (row.verdict, row.power, row.kind) == ("undecided", "seen", "finding")
     assert row.machine == "a machine" and row.finding and "contains 0" in row.why
     assert list(report.ledger().columns[:12]) == ledger.COLUMNS[:12]

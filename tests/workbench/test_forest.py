@@ -81,12 +81,12 @@ def test_a_finding_counts_where_its_weakest_claim_holds(drawn, kept):
 
 
 def test_a_papers_number_far_beyond_ours_stands_at_the_edge(project):
-    job(0.1, model="small", parameters=135_000_000)
-    (entry,) = (entry for entry in report.entries() if entry.claim.id == CLAIM)
+    job(0.1, metric="published/reduction/40", model="small", parameters=135_000_000)
+    (entry,) = (entry for entry in report.entries() if entry.claim.id == "zsmerge.figure4.as_published")
     line = forest.strip(model_trends.Row(entry.claim, [entry]))
     assert line is not None and line.beyond and line.paper == forest.EDGES[1]
-    job(0.5, model="small", parameters=135_000_000)
-    (entry,) = (entry for entry in report.entries() if entry.claim.id == CLAIM)
+    job(0.5, metric="published/reduction/40", model="small", parameters=135_000_000)
+    (entry,) = (entry for entry in report.entries() if entry.claim.id == "zsmerge.figure4.as_published")
     near = forest.strip(model_trends.Row(entry.claim, [entry]))
     assert near is not None and not near.beyond
     assert near.paper == forest.EDGES[1] and near.dots[0].x < forest.EDGES[1]

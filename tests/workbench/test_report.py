@@ -62,7 +62,7 @@ def test_the_newest_finished_job_counts(project):
     job(-1.0, kind="interactive")
     job(-1.0, metric="reduction/0.10")
     found = entry()
-    assert (found.run_id, found.value, found.verdict, found.model) == (newest, 0.6, "holds", "toy@0")
+    assert (found.run_id, found.value, found.verdict, found.model) == (newest, 0.6, "holds in direction only", "toy@0")
     assert (found.low, found.high) == (0.5, 0.7)
 
 
@@ -80,7 +80,7 @@ def test_a_run_with_all_that_a_claim_needs_goes_before_a_newer_one_without(proje
     run.finish()
     job(0.9, metric="reduction/0.50", model="toy")
     found = report.ledger().set_index("id").loc["zsmerge.figure4.reduction_50"]
-    assert (found.run_id, found.verdict) == (run.id, "holds")
+    assert (found.run_id, found.verdict) == (run.id, "holds in direction only")
 
 
 def test_the_page_is_self_contained_and_escapes_what_runs_say(project):
@@ -163,7 +163,7 @@ def test_runs_on_a_tracking_server_link_there_without_a_password(project, monkey
 
 
 def test_findings_and_checks_are_counted_apart_and_add_up(project):
-    job(0.6)
+    job(0.6, metric="published/reduction/40")
     job(0.0, metric="theorem1/violations")
     found = report.entries()
     page = report.write(project / "elsewhere")

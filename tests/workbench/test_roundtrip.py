@@ -52,7 +52,7 @@ def test_a_sweep_is_logged_skipped_and_reported(project, console):
     assert sorted((each.step, each.value) for each in history) == [(1, 0.55), (2, 0.62)]
     assert parent.data.metrics.keys() == child.data.metrics.keys() and "figures/curve.png" in artifacts(parent)
     counted = [{key: int(n) for key, n in run.data.tags.items() if key.startswith("verdict.")} for run in children]
-    assert len(counted[0]) > 3 and counted[0]["verdict.holds"] >= 1
+    assert len(counted[0]) > 3 and counted[0]["verdict.holds_in_direction_only"] >= 1
     for key in counted[0]:
         assert int(parent.data.tags[key]) == sum(of_job[key] for of_job in counted)
     page = Path(database.client().download_artifacts(child.info.run_id, "notebook/toy.html")).read_text()
@@ -68,7 +68,12 @@ def test_a_sweep_is_logged_skipped_and_reported(project, console):
     assert fresh.state == "finished" and fresh.run_id not in by_id
 
     entry = report.ledger().set_index("id").loc["zsmerge.figure4.reduction_20"]
-    assert (entry.run_id, entry.verdict, entry.value, entry.model) == (fresh.run_id, "holds", 0.62, "toy")
+    assert (entry.run_id, entry.verdict, entry.value, entry.model) == (
+        fresh.run_id,
+        "holds in direction only",
+        0.62,
+        "toy",
+    )
 
 
 def test_a_failing_job_keeps_its_copy_and_stops_nobody(project, console, capsys):

@@ -46,16 +46,16 @@ def state(entries):
 
 def test_a_weak_stand_in_changes_what_is_shown_and_not_what_is_kept(project, tmp_path, by_error):
     job(0.6)
-    assert state(ledger.entries()) == papers.HOLDS
+    assert state(ledger.entries()) == papers.DIRECTION
     measured(0.3)
     (entry,) = [entry for entry in ledger.entries() if entry.claim.id == CLAIM]
-    assert entry.state == papers.WEAK and entry.verdict.verdict == papers.HOLDS
+    assert entry.state == papers.WEAK and entry.verdict.verdict == papers.DIRECTION
     assert ledger.frame([entry]).verdict.tolist() == [papers.WEAK]
     assert sentence(entry.claim, entry.verdict, entry.weak).endswith("; the stand-in is weak.")
     (kept,) = snapshots.keep(tmp_path)
     line = pandas.read_csv(kept.path).set_index("claim").loc[CLAIM]
-    assert line["verdict"] == papers.HOLDS
-    assert state(snapshots.read(kept.path)) == papers.HOLDS, "no table of stand-ins is kept yet"
+    assert line["verdict"] == papers.DIRECTION
+    assert state(snapshots.read(kept.path)) == papers.DIRECTION, "no table of stand-ins is kept yet"
     (path,) = stand_ins.keep_store(tmp_path)
     assert path == tmp_path / "stand_ins" / "toy.csv"
     assert state(snapshots.read(kept.path)) == papers.WEAK == state(snapshots.kept(tmp_path))
