@@ -71,7 +71,11 @@ NAMES = {
         *("evaluation.records.Answer", "evaluation.answering.Fed", "evaluation.running.Advance"),
     ],
     "The lm-evaluation-harness": ["harness.model.KvlabLM"],
-    "Texts and intervals": ["inputs.corpus.documents_between", "lib.intervals.interval", "lib.intervals.summarise"],
+    "Texts and intervals": [
+        "inputs.corpus.documents_between",
+        *(f"lib.intervals.{name}" for name in ("interval", "summarise", "bounded")),
+    ],
+    "Comparison at equal bytes": [f"analyses.together.equal_bytes.{name}" for name in ("at_equal", "summary")],
     "Papers and their figures": [f"papers.{name}" for name in ("papers", "claims", "quoted", "figures", "figure")],
     "Experiments": [
         *(f"workbench.experiments.{name}" for name in ("names", "longest_first", "load", "jobs")),
