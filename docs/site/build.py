@@ -75,6 +75,7 @@ NAMES = {
         "inputs.corpus.documents_between",
         *(f"lib.intervals.{name}" for name in ("interval", "summarise", "bounded")),
     ],
+    "A method to begin from": ["methods.snapkv.SnapKV"],
     "Comparison at equal bytes": [f"analyses.together.equal_bytes.{name}" for name in ("at_equal", "summary")],
     "Papers and their figures": [f"papers.{name}" for name in ("papers", "claims", "quoted", "figures", "figure")],
     "Experiments": [
