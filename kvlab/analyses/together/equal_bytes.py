@@ -154,8 +154,8 @@ def at_equal(table: pd.DataFrame, side: str, share: float) -> pd.DataFrame:
         share: of what the full cache stores on the same document.
 
     Returns:
-        One row for each policy, measure and document: policy, measure, document, value (missing where the policy was
-        not measured at that size on every document) and reason.
+        One row for each policy, measure and document: policy, measure, document, value and reason. The value is missing
+        where the policy was not measured at that size on every document.
     """
     if side not in SIDES:
         raise KvlabError(f"bytes are stored or read, not {side!r}")
