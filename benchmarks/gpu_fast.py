@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
+from unittest import mock
 
 import common
 import torch
@@ -222,17 +223,9 @@ def decoding(model: Model, given: Size, tokens: int, rounds: int, rows: list[Row
     in_turns(lm, model.bandwidth, chosen, tokens, 1, given.steps, rounds, rows)
 
 
-@contextlib.contextmanager
-def switched(value: str) -> Iterator[None]:
+def switched(value: str) -> AbstractContextManager[object]:
     """KVLAB_TRITON in the block: 1 for kvlab's own kernel, 0 for PyTorch."""
-    before = os.environ.get(fused.SWITCH)
-    os.environ[fused.SWITCH] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(fused.SWITCH)
-        if before is not None:
-            os.environ[fused.SWITCH] = before
+    return mock.patch.dict(os.environ, {fused.SWITCH: value})
 
 
 def kernel(model: Model, given: Size, rows: list[Row]) -> None:

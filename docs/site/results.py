@@ -45,10 +45,10 @@ def pages() -> dict[Path, str]:
     made = parts()
     every = snapshots.kept(KEPT)
     order = subjects(every)
-    found = {}
+    found, weighed = {}, stand_ins.read(KEPT)
     for path in (ROOT / page for page in PAGES):
         text = PART.sub(lambda part: f"{part[1]}\n{made[part[2]]}\n\n{part[3]}", path.read_text(encoding="utf-8"))
-        found[path] = task_tables.fill(claim_tables.fill(text, every, order, stand_ins.read(KEPT)), KEPT)
+        found[path] = task_tables.fill(claim_tables.fill(text, every, order, weighed), KEPT)
     return found
 
 

@@ -164,7 +164,9 @@ def _run(
     recorder.prefilling = False
     pseudo = pseudo_queries_by_key(lm, recorder.cache, plan.pseudo, len(plan.ids))
     first = logits.argmax(-1)
-    pseudo |= {each.key: draft_queries(lm, recorder.cache, recorder.prompt(), first, each) for each in plan.drafts}
+    if plan.drafts:
+        seen = recorder.prompt()
+        pseudo |= {each.key: draft_queries(lm, recorder.cache, seen, first, each) for each in plan.drafts}
     repeated = {each.key: repeat_scores(lm, recorder.cache, each, parts) for each, parts in plan.repeats.items()}
     fed = []
     with hooks.hooked(lm.model, recorder):

@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 from support import pretend_gpu
-from support.both_devices import TINY, close, on_gpu_like, same_tables
+from support.both_devices import NAMES, PROBES, TINY, captured, close, on_gpu_like, same_tables
 from support.live_runs import ONE_TURN, generate, left_padded, prompt, small
 
 import kvlab
@@ -22,11 +22,6 @@ from kvlab.instruments.probes import QuerySimilarity
 from kvlab.live.shared_prefill import shared_prefill
 from kvlab.methods._base.lookup import DecisionTables
 from kvlab.traces import shared
-
-NAMES = sorted(kvlab.policies())
-WHOLE = dict(queries="all", accumulate=True)
-PROBES = ["mass_lost", "step_recall", "output_error", "entropy", "positions", "bytes"]
-
 
 pytestmark = pytest.mark.filterwarnings("ignore:(duoattention|compilerkv)")
 
@@ -45,10 +40,9 @@ def gpu(cpu) -> models.LM:
 @pytest.fixture(scope="module")
 def pairs(cpu, gpu):
     """A function that captures the same on both devices."""
-    needed = dict(pseudo=[small("dapq")], policies=[small(name) for name in NAMES])
-    here = kvlab.capture(cpu, prompt(60), 8, **WHOLE, **needed)
+    here = captured(cpu)
     with pretend_gpu.present():
-        there = kvlab.capture(gpu, prompt(60), 8, **WHOLE, **needed)
+        there = captured(gpu)
     return here, there
 
 

@@ -9,15 +9,13 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from support import pretend_gpu
-from support.both_devices import TINY, close, same_tables
+from support.both_devices import NAMES, PROBES, TINY, captured, close, same_tables
 from support.live_runs import ONE_TURN, generate, left_padded, prompt, small
 
 import kvlab
 from kvlab.core import hookable
 from kvlab.inputs import models
 
-NAMES = sorted(kvlab.policies())
-PROBES = ["mass_lost", "step_recall", "output_error", "entropy", "positions", "bytes"]
 FIRST, SECOND = (f"{pretend_gpu.NAME}:{number}" for number in range(2))
 SPLIT = {"model.embed_tokens": FIRST, "model.rotary_emb": FIRST, "model.layers.0": FIRST}
 SPLIT |= {"model.layers.1": SECOND, "model.norm": SECOND, "lm_head": SECOND}
@@ -40,11 +38,6 @@ def split(lm: models.LM, places: dict[str, str] = SPLIT) -> models.LM:
     with pretend_gpu.present(2):
         model = dispatch_model(copy.deepcopy(lm.model), places, main_device=places["model.embed_tokens"])
     return dataclasses.replace(lm, model=model)
-
-
-def captured(lm: models.LM, **options) -> kvlab.Trace:
-    needed = dict(queries="all", accumulate=True, pseudo=[small("dapq")], policies=[small(name) for name in NAMES])
-    return kvlab.capture(lm, prompt(60), 8, **needed, **options)
 
 
 @pytest.fixture(scope="module")

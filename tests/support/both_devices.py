@@ -8,10 +8,20 @@ import dataclasses
 import pandas as pd
 import torch
 
+import kvlab
 from kvlab.inputs import models
 from support import pretend_gpu
+from support.live_runs import prompt, small
 
 TINY = dict(shape="tiny-llama-gqa", dtype="float32")
+NAMES = sorted(kvlab.policies())
+PROBES = ["mass_lost", "step_recall", "output_error", "entropy", "positions", "bytes"]
+
+
+def captured(lm: models.LM, **options) -> kvlab.Trace:
+    """A trace with all that any policy needs."""
+    needed = dict(queries="all", accumulate=True, pseudo=[small("dapq")], policies=[small(name) for name in NAMES])
+    return kvlab.capture(lm, prompt(60), 8, **needed, **options)
 
 
 def on_gpu_like(made: models.LM) -> models.LM:
