@@ -39,14 +39,21 @@ def new(
 
 @app.command(
     epilog="Examples:   kvlab add policy mine   |   kvlab add task riddles   |   kvlab add notebook first_try   "
-    "|   kvlab add notebook scores --tasks   |   kvlab add claim mypaper.table1.gain"
+    "|   kvlab add notebook scores --tasks   |   kvlab add claim mypaper.table1.gain   "
+    "|   kvlab add experiment evict_or_quantise"
 )
 def add(
-    kind: Annotated[str, typer.Argument(metavar="WHAT", help="policy, claim, notebook or task.")],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A word in small letters; of a claim, PAPER.NAME.")],
+    kind: Annotated[str, typer.Argument(metavar="WHAT", help="policy, claim, notebook, task or experiment.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="A word in small letters; of a claim, PAPER.NAME; of an experiment, one of kvlab's own.",
+        ),
+    ],
     with_tasks: Annotated[bool, typer.Option("--tasks", help="Of a notebook: it scores answers to tasks.")] = False,
 ) -> None:
-    """Write the skeleton of a policy, claim, notebook or task into the workspace, with its test."""
+    """Write the skeleton of a policy, claim, notebook or task into the workspace, or copy an experiment of kvlab's."""
     from kvlab.workbench import workspace
 
     for path in workspace.add(kind, name, with_tasks):

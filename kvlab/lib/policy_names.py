@@ -57,6 +57,9 @@ def unknown(name: str, known: Iterable[str]) -> str:
             "kvlab.attribution.oracle.oracle_effect(lm, text, budget).policy"
         )
     sentence = nearest(name, known, "policy", limit=len(known))
-    if "did you mean" not in sentence and workspace.workspace() is None:
-        sentence += "; one of your own is known inside its workspace (kvlab new), or by its object"
-    return sentence if "known are" in sentence else f"{sentence} (known are: {', '.join(known)})"
+    own = (
+        "" if workspace.workspace() else "; one of your own is known inside its workspace (kvlab new), or by its object"
+    )
+    if "did you mean" not in sentence:
+        return sentence + own
+    return f"{sentence} (known are: {', '.join(known)}{own})"

@@ -119,6 +119,41 @@ def test_an_unknown_side_is_refused():
         equal_bytes.at_equal(FEW, "written", 0.2)
 
 
+def test_a_policy_in_two_storages_is_two_curves():
+    rough = table(keeps={"a": [(1, 1, 0.5), (4, 4, 0.3)]}).assign(storage="turbo-4")
+    plain = table(keeps={"a": [(10, 10, 0.4), (40, 40, 0.2)]}, full={"a": [(100, 100, 0.0)]}).assign(storage="as_is")
+    equal = equal_bytes.at_equal(pd.concat([plain, rough]), "stored", 0.04).query("measure == 'output_error'")
+    assert dict(zip(equal.policy, equal.value, strict=True))["keeps+turbo-4"] == pytest.approx(0.3)
+    assert dict(zip(equal.policy, equal.reason, strict=True))["keeps"] == "stores at least 10 MiB"
+
+
+def test_policies_meet_at_the_size_of_a_quantised_full_cache():
+    full = {"a": [(100, 100, 0.0)], "b": [(100, 100, 0.0)]}
+    small = {"a": [(10, 10, 0.1)], "b": [(20, 20, 0.2)]}
+    keeps = {"a": [(10, 10, 0.4), (40, 40, 0.2)], "b": [(10, 10, 0.6), (20, 20, 0.5), (40, 40, 0.4)]}
+    plain = table(full=full, keeps=keeps).assign(storage="as_is").drop(columns="full_bytes")
+    both = pd.concat([plain, table(full=small).assign(storage="turbo-4")]).drop(columns="full_bytes")
+    equal = equal_bytes.at_equal(both, "stored", "full+turbo-4").query("measure == 'output_error'")
+    assert equal.query("policy == 'full+turbo-4'").value.tolist() == [0.1, 0.2]
+    assert equal.query("policy == 'keeps'").value.tolist() == pytest.approx([0.4, 0.5])
+    with pytest.raises(
+        KvlabError, match=r"'keeps' has not one size on each document; the table has full, keeps, full\+"
+    ):
+        equal_bytes.at_equal(both, "stored", "keeps")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (pd.concat([FEW, FEW]), "several rows of keeps at budget 0 on a: give each setting"),
+        (FEW.drop(columns="full_bytes"), "replay the policy `full`, too"),
+    ],
+)
+def test_a_table_that_would_mix_curves_or_has_no_full_cache_is_refused(rows, message):
+    with pytest.raises(KvlabError, match=message):
+        equal_bytes.at_equal(rows, "stored", 0.2)
+
+
 def test_every_policy_meets_every_measure(tiny):
     ids = torch.randint(5, 90, (1, 160), generator=torch.Generator().manual_seed(0))
     trace = kvlab.capture(tiny(), ids, new_tokens=6, window=64, policies=sorted(policies()))

@@ -24,6 +24,7 @@ from kvlab import methods, papers, tasks
 from kvlab.papers import registry
 from kvlab.workbench import experiments, method_pages
 from kvlab.workbench.experiments import notebooks
+from kvlab.workbench.jobs import launch
 from kvlab.workbench.workspace import KINDS, add, making, new, rendering
 
 HERE = Path(__file__).parent.as_uri()
@@ -264,6 +265,17 @@ def test_a_notebook_of_tasks_runs_and_logs_what_claims_name(made, reader, monkey
     assert "notebook" in refusal(add, "policy", "other", with_tasks=True)
 
 
+def test_an_experiment_of_kvlab_is_copied_and_takes_policies_of_the_workspace(made):
+    assert "copy it: kvlab add experiment evict_or_quantise" in refusal(experiments.load, "evict_or_quantise")
+    copies = [path.relative_to(made).as_posix() for path in add("experiment", "evict_or_quantise")]
+    assert copies == ["experiments/evict_or_quantise.yaml", "notebooks/evict_or_quantise.ipynb"]
+    add("policy", "mine")
+    (job,) = launch.planned(["evict_or_quantise"], "quick", {"policies": ["mine"]})
+    assert job.parameters["policies"] == ["mine"]
+    wrong = refusal(launch.planned, ["evict_or_quantise"], "quick", {"policies": ["mine", "snapk"]})
+    assert wrong.startswith("parameter 'policies' of evict_or_quantise: unknown policy 'snapk'; did you mean 'snapkv'")
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "words"),
     [
@@ -278,6 +290,12 @@ def test_a_notebook_of_tasks_runs_and_logs_what_claims_name(made, reader, monkey
         ("claim", "dapq.gain", "kvlab new my-lab --paper dapq"),
         ("claim", "streaming.table1.first_tokens", "already"),
         ("task", "ends", "test_ends.py exists already"),
+        (
+            "experiment",
+            "evict_or_quantize",
+            "did you mean 'evict_or_quantise'?; for one of your own: kvlab add notebook",
+        ),
+        ("experiment", "my_own", "for one of your own: kvlab add notebook my_own"),
     ],
 )
 def test_what_cannot_be_added_is_one_sentence_and_nothing_is_written(kind, name, words, made):
@@ -322,7 +340,7 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
     assert code == 0 and {"streaming.table1.first_tokens", "dapq.table1.dc_sp"} <= named
     for name in ("new", "add"):
         assert "Examples" in call(capsys, name, "--help")[1]
-    assert set(KINDS) == {"policy", "claim", "notebook", "task"}
+    assert set(KINDS) == {"policy", "claim", "notebook", "task", "experiment"}
 
 
 def test_outputs_of_a_changed_cell_are_named_by_the_tests_and_saved_by_make_notebooks(made):

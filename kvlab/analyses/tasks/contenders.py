@@ -13,6 +13,9 @@ from kvlab.methods import Policy, has_budget, policies, policy
 if TYPE_CHECKING:
     from kvlab.inputs.models import LM
 
+SETS: tuple[str, ...] = ("all", "quick")
+"""Names that stand for several policies, for `named`."""
+
 LEFT_OUT = (
     "attention_matching",
     "cake",
@@ -49,7 +52,7 @@ def named(names: Sequence[str] = ("quick",), lm: LM | None = None) -> list[str]:
         KvlabError: an unknown name.
     """
     every = [name for name in policies() if lm is None or shipped_tables.served(lm, contender(name, 1.0))]
-    sets = {"all": every, "quick": [name for name in policies() if name not in LEFT_OUT]}
+    sets = dict(zip(SETS, (every, [name for name in policies() if name not in LEFT_OUT]), strict=True))
     known = [*sets, *policies()]
     for name in names:
         if name not in known:

@@ -20,6 +20,7 @@ from kvlab.analyses.tasks import scores
 from kvlab.analyses.tasks.contenders import contenders
 from kvlab.analyses.tasks.examples import needle_grid
 from kvlab.analyses.texts import DOCUMENTS
+from kvlab.core.storage import AS_IS
 from kvlab.errors import KvlabError
 from kvlab.lib import progress_bars
 from kvlab.lib.intervals import summarise
@@ -145,29 +146,34 @@ def mebibytes(size: float, form: str = ".3g") -> str:
     return f"{size / 2**20:{form}} MiB"
 
 
-def at_equal(table: pd.DataFrame, side: str, share: float) -> pd.DataFrame:
+def at_equal(table: pd.DataFrame, side: str, share: float | str) -> pd.DataFrame:
     """Every policy at the same bytes: its measures there, document by document.
 
     Args:
-        table: from `measure`.
+        table: from `measure`, or the summary of a replay with `full` among its policies. A policy in a storage of its
+            own is a curve of its own, "snapkv+turbo-4".
         side: "stored" or "read".
-        share: of what the full cache stores on the same document.
+        share: of what the full cache stores on the same document. Or a curve's name, "full+turbo-4", with one size on
+            each document: then at that size.
 
     Returns:
         One row for each policy, measure and document: policy, measure, document, value and reason. The value is missing
         where the policy was not measured at that size on every document.
+
+    Raises:
+        KvlabError: no size of the full cache; several rows of one policy at one budget on one document; no such curve.
     """
     if side not in SIDES:
         raise KvlabError(f"bytes are stored or read, not {side!r}")
-    rows = []
-    for name, curve in table.groupby("policy", sort=False):
-        for quality in QUALITY:
+    curves, rows = _curves(table), []
+    sizes = _sizes(curves, side, share)
+    for name, curve in curves.groupby("policy", sort=False):
+        for quality in [each for each in QUALITY if each in curve]:
             readings = {}
             for document, part in curve.groupby("document", sort=False):
-                whole = part["full_bytes"].iloc[0]
                 part = part.sort_values("budget")
                 readings[document] = interpolate(
-                    part[SIDES[side]].tolist(), part[quality].tolist(), share * whole, VERBS[side]
+                    part[SIDES[side]].tolist(), part[quality].tolist(), sizes[str(document)], VERBS[side]
                 )
             reason = next((reading.reason for reading in readings.values() if reading.value is None), "")
             rows += [
@@ -181,6 +187,46 @@ def at_equal(table: pd.DataFrame, side: str, share: float) -> pd.DataFrame:
                 for document, reading in readings.items()
             ]
     return pd.DataFrame(rows)
+
+
+def _curves(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with one name for each curve, and full_bytes.
+
+    Raises:
+        KvlabError: as `at_equal`.
+    """
+    curves = table.reset_index(drop=True)
+    if "storage" in curves:
+        changed = curves["storage"].ne(AS_IS.name) & curves["storage"].notna()
+        curves.loc[changed, "policy"] = curves["policy"] + "+" + curves["storage"]
+    if "full_bytes" not in curves:
+        whole = curves.query("policy == 'full'")
+        whole = dict(zip(whole["document"], whole["stored_bytes"], strict=True))
+        if not set(curves["document"]) <= set(whole):
+            raise KvlabError("no size of the full cache on each document; replay the policy `full`, too")
+        curves["full_bytes"] = [whole[document] for document in curves["document"]]
+    twice = curves[curves.duplicated(["policy", "document", "budget"])]
+    if len(twice):
+        row = twice.iloc[0]
+        raise KvlabError(
+            f"several rows of {row['policy']} at budget {row['budget']} on {row['document']}: give each setting of "
+            "other parameters a name, by a subclass with another `name`"
+        )
+    return curves
+
+
+def _sizes(curves: pd.DataFrame, side: str, share: float | str) -> dict[str, float]:
+    """The bytes at which policies are compared, by document."""
+    if not isinstance(share, str):
+        return {str(document): share * part["full_bytes"].iloc[0] for document, part in curves.groupby("document")}
+    sizes = {
+        str(document): set(part.loc[part["policy"] == share, SIDES[side]])
+        for document, part in curves.groupby("document")
+    }
+    if any(len(own) != 1 for own in sizes.values()):
+        known = ", ".join(curves["policy"].unique())
+        raise KvlabError(f"{share!r} has not one size on each document; the table has {known}")
+    return {document: own.pop() for document, own in sizes.items()}
 
 
 def ranks(equal: pd.DataFrame) -> pd.DataFrame:

@@ -29,6 +29,7 @@ from kvlab.errors import KvlabError, nearest
 from kvlab.inputs import packs
 from kvlab.lib import yaml_loader
 from kvlab.lib.unknown_keys import first_problem, unknown_key
+from kvlab.lib.workspace import workspace
 from kvlab.workbench import project
 from kvlab.workbench.experiments import content_key
 from kvlab.workbench.experiments.notebooks import parameters_of
@@ -115,10 +116,19 @@ def longest_first(profile: str = "quick") -> list[str]:
     return list(dict.fromkeys(loaded[number].notebook for number in order))
 
 
+def _unknown(name: str) -> str:
+    """The sentence for an experiment that the project lacks; in a workspace, kvlab's own can be copied."""
+    from kvlab.workbench.workspace import making
+
+    if workspace() and name in making.shipped_experiments():
+        return f"this workspace has no experiment {name!r}, and kvlab has one; copy it: kvlab add experiment {name}"
+    return nearest(name, names(), "experiment")
+
+
 def load(name: str) -> Experiment:
     """The experiment `name`. Raises KvlabError, in one sentence, for an unknown name, broken YAML and unknown keys."""
     if name not in names():
-        raise KvlabError(nearest(name, names(), "experiment"))
+        raise KvlabError(_unknown(name))
     path = project.root() / "experiments" / f"{name}.yaml"
     raw, lines = yaml_loader.load(path)
     if not isinstance(raw, dict):

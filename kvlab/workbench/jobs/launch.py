@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvlab.errors import KvlabError
 from kvlab.lib.files import first_line
 from kvlab.workbench import experiments
-from kvlab.workbench.experiments import TRIAL, Experiment, Job, budget_limits, inputs, prompt_limits
+from kvlab.workbench.experiments import TRIAL, Experiment, Job, budget_limits, inputs, policy_limits, prompt_limits
 from kvlab.workbench.experiments.notebooks import parameters_of
 from kvlab.workbench.jobs import executors
 from kvlab.workbench.jobs.executors import Here, cores
@@ -95,7 +95,9 @@ def planned(
 def _check(queue: Sequence[Job]) -> None:
     for job in queue:
         prompt_limits.check(job.parameters, job.experiment)
-        budget_limits.check(job.parameters, parameters_of(job.notebook), job.experiment)
+        usual = parameters_of(job.notebook)
+        policy_limits.check(job.parameters, usual, job.experiment)
+        budget_limits.check(job.parameters, usual, job.experiment)
 
 
 def at_once(workers: int | None) -> int:

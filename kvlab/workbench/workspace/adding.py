@@ -1,6 +1,7 @@
 """`kvlab add`: the skeleton of a policy, a task, a notebook or a claim in the workspace in use, with its test.
 
-Each skeleton works as it is written: its test passes before anything is changed in it.
+Each skeleton works as it is written: its test passes before anything is changed in it. An experiment is a copy of one
+of kvlab's own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from kvlab import methods, papers, tasks
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib import workspace
 from kvlab.lib.files import read_text, replacing
+from kvlab.workbench.workspace import making
 from kvlab.workbench.workspace.rendering import render
 
 WORD = re.compile(r"[a-z][a-z0-9_]*")
@@ -27,7 +29,8 @@ def add(kind: str, name: str, with_tasks: bool = False) -> list[Path]:
     Args:
         kind: one of KINDS.
         name: a word in small letters; of a claim, PAPER.NAME: a paper that is not there yet is begun. Of
-            `mypaper.table2.gain` the claim is of table 2; without a table or a figure in its name, of table 1.
+            `mypaper.table2.gain` the claim is of table 2; without a table or a figure in its name, of table 1. Of an
+            experiment, the name of one of kvlab's own, which is copied with its notebook.
         with_tasks: of a notebook: it scores answers of the live model to tasks, instead of replays.
 
     Raises:
@@ -130,11 +133,20 @@ def _append(path: Path, claim: str) -> None:
             )
 
 
+def _experiment(folder: Path, name: str) -> list[Path]:
+    if name not in (known := making.shipped_experiments()):
+        raise KvlabError(
+            f"{nearest(name, known, 'experiment of kvlab')}; for one of your own: kvlab add notebook {name}"
+        )
+    return _written({folder / part: text for part, text in making.shipped_experiment(name).items()})
+
+
 KINDS: dict[str, Callable[[Path, str], list[Path]]] = {
     "policy": _policy,
     "claim": _claim,
     "notebook": _notebook,
     "task": _task,
+    "experiment": _experiment,
 }
 
 

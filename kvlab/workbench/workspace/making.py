@@ -96,13 +96,9 @@ def _copy(folder: Path, paper: str) -> list[str]:
     """Copy what kvlab has of a paper; returns the names of its experiments."""
     (known,) = [known for known in registry.shipped() if known.name == paper]
     names = sorted({claim.experiment for claim in known.claims if claim.experiment})
-    shipped = _shipped()
     for name in names:
-        text = (shipped / "experiments" / f"{name}.yaml").read_text(encoding="utf-8")
-        (folder / "experiments" / f"{name}.yaml").write_text(text, encoding="utf-8")
-        notebook = re.search(r"^notebook: (\S+)$", text, re.MULTILINE)
-        assert notebook, f"{name}.yaml names no notebook"
-        shutil.copyfile(shipped / notebook[1], folder / notebook[1])
+        for part, text in shipped_experiment(name).items():
+            (folder / part).write_text(text, encoding="utf-8")
     claims = (registry.folder() / f"{paper}.yaml").read_text(encoding="utf-8")
     marked = re.sub(
         r"^name: .*$", r"\g<0>\nreplaces: true      # kvlab's own claims of this paper", claims, count=1, flags=re.M
@@ -111,6 +107,20 @@ def _copy(folder: Path, paper: str) -> list[str]:
     for path in sorted((registry.folder() / "figures").glob(f"{paper}_*.csv")):
         shutil.copyfile(path, folder / "papers" / "figures" / path.name)
     return names
+
+
+def shipped_experiments() -> list[str]:
+    """The names of kvlab's own experiments."""
+    return sorted(path.stem for path in (_shipped() / "experiments").glob("*.yaml"))
+
+
+def shipped_experiment(name: str) -> dict[str, str]:
+    """The files of one of kvlab's own experiments, and what is in them: its own and that of its notebook."""
+    path = f"experiments/{name}.yaml"
+    text = (_shipped() / path).read_text(encoding="utf-8")
+    notebook = re.search(r"^notebook: (\S+)$", text, re.MULTILINE)
+    assert notebook, f"{path} names no notebook"
+    return {path: text, notebook[1]: (_shipped() / notebook[1]).read_text(encoding="utf-8")}
 
 
 def _shipped() -> Path:
