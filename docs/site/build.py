@@ -243,7 +243,10 @@ def _card(name: str, gallery: Path) -> str:
     experiment = _experiment(name)
     seconds = experiment["profiles"]["quick"]["seconds"]
     title = _title(ROOT / "notebooks" / f"{name}.ipynb")
-    first = min(gallery.glob(f"{name}-*.png"), key=lambda path: int(path.stem.rpartition("-")[2]))
+    figures = sorted(gallery.glob(f"{name}-*.png"), key=lambda path: int(path.stem.rpartition("-")[2]))
+    if not figures:
+        sys.exit(f"notebooks/{name}.ipynb has no saved figure; run: make notebooks NOTEBOOKS=notebooks/{name}.ipynb")
+    first = figures[0]
     words = _findings().get(name) or f"{re.split('[:;.]', experiment['description'])[0].strip()}."
     time = f"runs {seconds} s" if seconds < 100 else f"runs {seconds / 60:.0f} minutes"
     return (

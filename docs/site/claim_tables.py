@@ -38,6 +38,10 @@ NOT_WEIGHED = (
     f"{UNWEIGHED} Nobody has measured on this model whether the measure predicts answers. So the verdict cannot be "
     "weakened by that."
 )
+MISSED = (f"claim with {DAGGER} that fails", "on", "by (asked to exceed 0, if nothing else is said)")
+DIRECTION = re.compile(r"Direction missed: (.*?)(?:\. [A-Z]|\.?$)", re.DOTALL)
+"""The part of a reason that names the numbers that missed the test of direction."""
+METRIC, CODE = re.compile(r"^(\S+)( = )"), r"`\1`\2"
 KINDS = {
     "question": "*A question of ours.* ",
     "control": "*A check.* ",
@@ -111,6 +115,8 @@ def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]], weigh
             parts.append(OTHERS)
         if any(UNWEIGHED in each for mine in cells for each in mine):
             parts.append(NOT_WEIGHED)
+        if missed := [line for name in measured for line in _missed(name, entries[name])]:
+            parts.append(table(MISSED, missed))
     if printed:
         lines = [
             [f"`{name}`<br>{claim.where}: {says(entry)}", _printed(claim), ours(entry.verdict), entry.state]
@@ -124,6 +130,20 @@ def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]], weigh
         ]
         parts.append(table(["claim not tested here, and what it compares", "why"], lines))
     return "\n\n".join(parts)
+
+
+def _missed(name: str, of_models: Mapping[str, Entry]) -> list[list[str]]:
+    """What decided against a claim where a table shows another number of it: its name, a model, the numbers."""
+    if not others_decide(next(iter(of_models.values())).claim):
+        return []
+    failed = {label: entry for label, entry in of_models.items() if entry.verdict.verdict == papers.FAILS}
+    reasons = {label: DIRECTION.match(entry.verdict.why) for label, entry in failed.items()}
+    return [[f"`{name}`", label, _numbers(found[1])] for label, found in reasons.items() if found]
+
+
+def _numbers(reason: str) -> str:
+    """The numbers that missed a test, each on a line, without the usual limit."""
+    return "<br>".join(METRIC.sub(CODE, each.removesuffix(", asked to exceed 0")) for each in reason.split("; "))
 
 
 def _others(paper: str, shown: Container[str], rows: Mapping[str, Mapping[str, Entry]], weighed: Container[str]) -> str:
@@ -192,24 +212,37 @@ def others_decide(claim: papers.Claim) -> bool:
 # ------------------------------------------------------------------------------------- lists across models and profiles
 
 
-def across(every: Sequence[Entry], order: Sequence[Subject]) -> str:
-    """The names of the findings that stand alike on all models, or turn between them."""
+def across(every: Sequence[Entry], order: Sequence[Subject], weighed: Container[str] = ()) -> str:
+    """The names of the findings that stand alike on all models, or turn between them.
+
+    Args:
+        weighed: the labels of the models on which the worth of stand-ins was measured.
+    """
+    stand_ins = {entry.claim.finding for entry in every if entry.claim.stand_in}
     found = model_agreement.across(every, order)
     parts = []
     for kind in model_agreement.KINDS:
         by_paper: dict[str, list[str]] = {}
         for finding in found.get(kind, ()) if kind != model_agreement.OPEN else ():
-            by_paper.setdefault(finding.paper, []).append(_standing(finding, kind))
+            by_paper.setdefault(finding.paper, []).append(
+                _standing(finding, kind, weighed if finding.name in stand_ins else finding.stands)
+            )
         if by_paper:
             lines = [f"* {paper}: {'; '.join(names)}" for paper, names in by_paper.items()]
             parts.append("\n".join([f"These {kind}:", "", *lines]))
+    if any(UNWEIGHED in part for part in parts):
+        parts.append(NOT_WEIGHED)
     return "\n\n".join(parts)
 
 
-def _standing(finding: model_agreement.Finding, kind: str) -> str:
+def _standing(finding: model_agreement.Finding, kind: str, weighed: Container[str]) -> str:
     """Its name; with its states where it turns, and with its models where not all measured it."""
     if kind in model_agreement.TURNING:
-        return f"{finding.name} ({', '.join(f'{label}: {state}' for label, state in finding.stands.items())})"
+        states = [
+            f"{label}: {state}{'' if label in weighed or state == papers.UNDECIDED else UNWEIGHED}"
+            for label, state in finding.stands.items()
+        ]
+        return f"{finding.name} ({', '.join(states)})"
     return finding.name if finding.everywhere else f"{finding.name} (on {listed(list(finding.stands))})"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 import claim_tables
+import pandas as pd
 import storage_tables
 import task_tables
 
@@ -75,7 +76,7 @@ def parts() -> dict[str, str]:
         "quoted": _quoted(default),
         "timings": _timings(default),
         "across": _across(every, order),
-        "across_names": claim_tables.across(every, order),
+        "across_names": claim_tables.across(every, order, stand_ins.read(KEPT)),
         "trends": _trends(every, order),
         "nearer": claim_tables.nearer(every, order),
         "flips": "\n\n".join(stability.sentences(stability.read(KEPT))),
@@ -86,7 +87,22 @@ def parts() -> dict[str, str]:
         "weighed": _weighed(every),
         **storage_tables.parts(KEPT, order),
         **task_tables.parts(KEPT),
+        "rocketkv_16000": _trial(KEPT / "trials" / "rocketkv_16000.csv"),
     }
+
+
+def _trial(path: Path) -> str:
+    """The kept numbers of a trial, measure by measure, and of which version they are."""
+    found = pd.read_csv(path, dtype={"commit": str})
+    measures = list(dict.fromkeys(found["measure"]))
+    cells: dict[str, dict[str, str]] = {}
+    for row in found.itertuples():
+        extent = "" if pd.isna(row.low) else f" ({row.low:.2f} to {row.high:.2f})"
+        cells.setdefault(row.policy, {})[row.measure] = f"{row.value:.2f}{extent}"
+    rows = [[policy, *(mine.get(measure, "") for measure in measures)] for policy, mine in cells.items()]
+    (of,) = set(zip(found["model"], found["parameters"], found["version"], found["commit"], strict=True))
+    said = "One run on {} with {}, by version {} at commit {}; it was not run again since.".format(*of)
+    return _table(["policy", *(measure.replace("_", " ") for measure in measures)], rows) + f"\n\n{said}"
 
 
 def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

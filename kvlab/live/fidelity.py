@@ -90,7 +90,7 @@ class Fidelity:
         return means | {"perplexity_ratio": math.exp(excess)}
 
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """Bootstrap intervals of the means over documents."""
+        """95 % intervals of the means over documents, by measure."""
         by_document = _means(self.table, "measure", "document")
         return {name: summarise(by_document.loc[name].to_list())[1] for name in MEASURES}
 
@@ -136,6 +136,26 @@ class Fidelities(Sequence[Fidelity]):
         parts = [each.table.assign(policy=each.policy.name, budget=each.policy.asked) for each in self.results]
         table = pd.concat(parts, ignore_index=True)
         return table.filter(["policy", "budget", *self.results[0].table])
+
+    @property
+    def intervals(self) -> pd.DataFrame:
+        """Tidy, over the documents: policy, budget, storage, measure, documents, value, low, high.
+
+        `value` is the mean over the documents, `low` and `high` its 95 % interval.
+        """
+        import pandas as pd
+
+        rows = []
+        for each in self.results:
+            marks = {"policy": each.policy.name, "budget": each.policy.asked, "storage": str(each.storage)}
+            by_document = _means(each.table, "measure", "document")
+            for measure in MEASURES:
+                values = by_document.loc[measure].to_list()
+                value, (low, high) = summarise(values)
+                rows.append(
+                    marks | {"measure": measure, "documents": len(values), "value": value, "low": low, "high": high}
+                )
+        return pd.DataFrame(rows)
 
 
 @overload

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.oracles import gates
 from support.refusals import one_sentence
+from support.spread import students
 from support.tensors import sets
 
 import kvlab
@@ -62,6 +63,22 @@ def test_a_given_response_is_followed_instead_of_the_models_own(tiny, ids):
         logits = lm.model(torch.tensor([ids + other])).logits[0, 59:-1]
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(other), reduction="none")
     assert found[found["measure"] == "nll_full"]["value"].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_intervals_are_over_documents_of_means_over_steps(tiny, ids):
+    lm = tiny("tiny-llama-gqa")
+    found = fidelity(lm, ["random", "full"], [ids, ids[5:], ids[9:]], budgets=[20], new_tokens=6)
+    row = found.intervals.set_index(["policy", "measure"]).loc[("random", "kl")]
+    means = [
+        fidelity(lm, kvlab.policy("random", budget=20), one, new_tokens=6).summary["kl"]
+        for one in (ids, ids[5:], ids[9:])
+    ]
+    assert row.documents == 3 and row.budget == 20 and row.value == pytest.approx(sum(means) / 3, rel=1e-4)
+    assert (row.low, row.high) == pytest.approx(students(means), rel=1e-3)
+    assert (
+        len(found.intervals) == 2 * 4
+        and found.intervals.query("policy == 'full' and measure == 'kl'").high.item() < 1e-5
+    )
 
 
 def test_a_response_is_of_one_document_and_has_two_tokens(tiny, ids):

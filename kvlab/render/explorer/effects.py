@@ -65,7 +65,7 @@ class Picture:
         """The text with the effects, the costliest tokens, and the figures."""
         why = self.why
         return (
-            f'<div class="kvlab-picture" style="{PAGE}">{_numbers(why)}{_legend(why)}'
+            f'<div class="kvlab-picture" style="{PAGE}">{_numbers(why)}{_legend(why, _harm(why))}'
             f'<div style="{TEXT}">{_text(why)}</div>{_response(why)}{_costliest(why)}{self._image()}</div>'
         )
 
@@ -115,16 +115,16 @@ def _style(effect: float, harm: float) -> str:
     share = abs(effect) / harm if harm else 0.0
     if share < WEAK:
         return ""
-    strength = 0.1 + 0.9 * math.ceil(LEVELS * min(1.0, share / STRONG) ** 0.5) / LEVELS
+    strength = 0.1 + 0.9 * math.floor(LEVELS * min(1.0, share / STRONG) ** 0.5) / LEVELS
     underline = ";text-decoration:underline" if effect > 0 and strength > 0.4 else ""
     return f"background:{shade(RED if effect > 0 else BLUE, strength)};color:#000{underline}"
 
 
-def _legend(why: Attribution) -> str:
+def _legend(why: Attribution, harm: float) -> str:
     loss = "its loss" if why.storage.exact else "its loss or its rounding"
     samples = [
         (_style(0.2 * STRONG, 1), f"{loss} costs the response"),
-        (_style(STRONG, 1), f"{STRONG:.0%} or more of all costs"),
+        (_style(STRONG, 1), f"{STRONG:.0%} or more of what all tokens cost, {harm:.2f} nats"),
         (_style(-0.4 * STRONG, 1), f"{loss} helps the response"),
         ("", "kept, or no effect"),
     ]
@@ -139,10 +139,15 @@ def _legend(why: Attribution) -> str:
     )
 
 
+def _harm(why: Attribution) -> float:
+    """What all tokens cost whose effect is a cost: the base of the colours. Less than `harmful`, which is by entry."""
+    return float(token_effects(why)[0].clamp_min(0).sum())
+
+
 def _text(why: Attribution) -> str:
     """The prompt, each token coloured by its effect, then the response, each token by what the policy costs it."""
     effects, entries = token_effects(why)
-    harm, prompt = float(effects.clamp_min(0).sum()), len(why.prompt)
+    harm, prompt = _harm(why), len(why.prompt)
     tokens = why.tokens
     shares = effects[:prompt].abs() / harm if harm else torch.zeros(prompt)
     parts, at = [], 0
