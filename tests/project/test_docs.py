@@ -86,6 +86,18 @@ def test_disagreements_name_claims_that_there_are():
         assert named and set(named) <= known, (page.name, set(named) - known)
 
 
+def test_readme_and_the_page_of_disagreements_count_and_list_every_paper():
+    counts = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+    known = papers.papers()
+    for page in (ROOT / "README.md", ROOT / "docs" / "disagreements.md"):
+        said = {
+            found[1] for found in re.finditer(rf"\b({'|'.join(counts)}) papers\b", page.read_text(encoding="utf-8"))
+        }
+        assert said == {counts[len(known)]}, page
+    top = (ROOT / "docs" / "disagreements.md").read_text(encoding="utf-8").partition("`make results`")[0]
+    assert set(re.findall(r"\(disagreements/(\w+)\.md\)", top)) == {paper.name for paper in known}
+
+
 @pytest.mark.parametrize("page", DISAGREEMENTS, ids=lambda page: page.stem)
 def test_disagreements_explain_everything_that_fails(page):
     """Each finding, and each claim that is none, on the default model by the most thorough profile; `NAME*` stands for
