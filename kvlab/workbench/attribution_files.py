@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from kvlab.attribution.results import Attribution
 
 
+SHOWN = 300
+"""Characters of a response in the terminal."""
+
+
 def write(why: Attribution, folder: Path) -> Iterator[str]:
     """Write effects.csv, restored.csv, attribution.png and why.html, and rounding.csv where entries are stored rounded;
     yields the summary's lines, then the paths.
@@ -21,6 +25,8 @@ def write(why: Attribution, folder: Path) -> Iterator[str]:
     if why.table.empty and why.rounding.empty:
         yield f"{why.name} evicts nothing of {why.document}, so that there is nothing to attribute"
         return
+    said = " ".join("".join(why.tokens[len(why.prompt) :]).split())
+    yield f"the response, as attributed: {said if len(said) <= SHOWN else said[:SHOWN].rstrip() + ' ...'}"
     yield (
         f"the response loses {found['loss_full']:.4g} nats with the full cache and {found['loss_policy']:.4g} with "
         f"{why.name}"

@@ -147,6 +147,7 @@ def test_policies_meet_at_the_size_of_a_quantised_full_cache():
     [
         (pd.concat([FEW, FEW]), "several rows of keeps at budget 0 on a: give each setting"),
         (FEW.drop(columns="full_bytes"), "replay the policy `full`, too"),
+        (FEW.drop(columns=["document", "read_bytes"]), "lacks: document, read_bytes; pass a replay's summary"),
     ],
 )
 def test_a_table_that_would_mix_curves_or_has_no_full_cache_is_refused(rows, message):

@@ -195,6 +195,10 @@ def _curves(table: pd.DataFrame) -> pd.DataFrame:
     Raises:
         KvlabError: as `at_equal`.
     """
+    if missing := [name for name in ("policy", "document", "budget", *SIDES.values()) if name not in table]:
+        raise KvlabError(
+            f"curves at equal bytes need columns that the table lacks: {', '.join(missing)}; pass a replay's summary"
+        )
     curves = table.reset_index(drop=True)
     if "storage" in curves:
         changed = curves["storage"].ne(AS_IS.name) & curves["storage"].notna()

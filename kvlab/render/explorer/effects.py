@@ -124,7 +124,7 @@ def _legend(why: Attribution, harm: float) -> str:
     loss = "its loss" if why.storage.exact else "its loss or its rounding"
     samples = [
         (_style(0.2 * STRONG, 1), f"{loss} costs the response"),
-        (_style(STRONG, 1), f"{STRONG:.0%} or more of what all tokens cost, {harm:.2f} nats"),
+        (_style(STRONG, 1), f"{STRONG:.0%} or more of {harm:.2f} nats, the sum of the tokens that cost"),
         (_style(-0.4 * STRONG, 1), f"{loss} helps the response"),
         ("", "kept, or no effect"),
     ]
@@ -140,7 +140,10 @@ def _legend(why: Attribution, harm: float) -> str:
 
 
 def _harm(why: Attribution) -> float:
-    """What all tokens cost whose effect is a cost: the base of the colours. Less than `harmful`, which is by entry."""
+    """The sum of the tokens' effects that are costs, in nats: the base of the colours.
+
+    A token's entries are summed first, so it is less than `harmful`.
+    """
     return float(token_effects(why)[0].clamp_min(0).sum())
 
 
