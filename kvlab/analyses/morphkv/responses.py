@@ -75,8 +75,8 @@ def at_budget(trace: Trace, share: float, window: int) -> dict[str, Policy]:
     `snapkv` is the paper's: every query head stores its own entries, and so gets only its part of the group's budget
     (and a smaller window, if a large group leaves it less than `window`). `snapkv_shared` stores one set for each KV
     head, as many entries as MorphKV. `snapkv_choosing` is the paper's with a window that takes no larger share of its
-    entries than MorphKV's does: at the smallest budgets the window of the paper's leaves one entry to choose. All keep
-    the response as well.
+    entries than MorphKV's does: at the smallest budgets the window of the paper's leaves one entry to choose. The
+    SnapKVs keep the response on top of these entries; MorphKV's are all that it stores.
     """
     entries = max(round(share * trace.prompt_length), window + 1, LEAST)
     of_head = max(entries * trace.kv_heads // trace.heads, 2)
