@@ -31,7 +31,7 @@ from kvlab.lib import yaml_loader
 from kvlab.lib.unknown_keys import first_problem, unknown_key
 from kvlab.lib.workspace import workspace
 from kvlab.workbench import project
-from kvlab.workbench.experiments import content_key
+from kvlab.workbench.experiments import content_key, shipped
 from kvlab.workbench.experiments.notebooks import parameters_of
 from kvlab.workbench.experiments.parameter_values import checked, read, short
 
@@ -118,9 +118,7 @@ def longest_first(profile: str = "quick") -> list[str]:
 
 def _unknown(name: str) -> str:
     """The sentence for an experiment that the project lacks; in a workspace, kvlab's own can be copied."""
-    from kvlab.workbench.workspace import making
-
-    if workspace() and name in making.shipped_experiments():
+    if workspace() and name in shipped.names():
         return f"this workspace has no experiment {name!r}, and kvlab has one; copy it: kvlab add experiment {name}"
     return nearest(name, names(), "experiment")
 

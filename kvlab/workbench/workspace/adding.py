@@ -15,7 +15,7 @@ from kvlab import methods, papers, tasks
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib import workspace
 from kvlab.lib.files import read_text, replacing
-from kvlab.workbench.workspace import making
+from kvlab.workbench.experiments import shipped
 from kvlab.workbench.workspace.rendering import render
 
 WORD = re.compile(r"[a-z][a-z0-9_]*")
@@ -134,11 +134,11 @@ def _append(path: Path, claim: str) -> None:
 
 
 def _experiment(folder: Path, name: str) -> list[Path]:
-    if name not in (known := making.shipped_experiments()):
+    if name not in (known := shipped.names()):
         raise KvlabError(
             f"{nearest(name, known, 'experiment of kvlab')}; for one of your own: kvlab add notebook {name}"
         )
-    return _written({folder / part: text for part, text in making.shipped_experiment(name).items()})
+    return _written({folder / part: text for part, text in shipped.files_of(name).items()})
 
 
 KINDS: dict[str, Callable[[Path, str], list[Path]]] = {

@@ -21,6 +21,7 @@ from kvlab.lib import workspace
 from kvlab.lib.files import allowed, expanded, why
 from kvlab.papers import registry
 from kvlab.workbench import project
+from kvlab.workbench.experiments import shipped
 from kvlab.workbench.workspace.rendering import render, templates
 
 FOLDERS = ("notebooks", "experiments", "papers/figures", "policies", "tasks", "tests", "mlruns")
@@ -97,7 +98,7 @@ def _copy(folder: Path, paper: str) -> list[str]:
     (known,) = [known for known in registry.shipped() if known.name == paper]
     names = sorted({claim.experiment for claim in known.claims if claim.experiment})
     for name in names:
-        for part, text in shipped_experiment(name).items():
+        for part, text in shipped.files_of(name).items():
             (folder / part).write_text(text, encoding="utf-8")
     claims = (registry.folder() / f"{paper}.yaml").read_text(encoding="utf-8")
     marked = re.sub(
@@ -107,30 +108,6 @@ def _copy(folder: Path, paper: str) -> list[str]:
     for path in sorted((registry.folder() / "figures").glob(f"{paper}_*.csv")):
         shutil.copyfile(path, folder / "papers" / "figures" / path.name)
     return names
-
-
-def shipped_experiments() -> list[str]:
-    """The names of kvlab's own experiments."""
-    return sorted(path.stem for path in (_shipped() / "experiments").glob("*.yaml"))
-
-
-def shipped_experiment(name: str) -> dict[str, str]:
-    """The files of one of kvlab's own experiments, and what is in them: its own and that of its notebook."""
-    path = f"experiments/{name}.yaml"
-    text = (_shipped() / path).read_text(encoding="utf-8")
-    notebook = re.search(r"^notebook: (\S+)$", text, re.MULTILINE)
-    assert notebook, f"{path} names no notebook"
-    return {path: text, notebook[1]: (_shipped() / notebook[1]).read_text(encoding="utf-8")}
-
-
-def _shipped() -> Path:
-    """The folder with kvlab's own `notebooks` and `experiments`: within the installed package, or the checkout."""
-    shipped = Path(__file__).parent / "shipped"
-    checkout = Path(__file__).parents[3]
-    for folder in (shipped, checkout):
-        if (folder / "notebooks").is_dir() and (folder / "experiments").is_dir():
-            return folder
-    raise KvlabError("this installation of kvlab has no notebooks to copy; install its wheel")
 
 
 def _pins() -> list[str]:
