@@ -58,6 +58,7 @@ def parts() -> dict[str, str]:
     every = snapshots.kept(KEPT)
     order = subjects(every)
     default = snapshots.read(KEPT / f"{DEFAULT}.csv")
+    weighed = stand_ins.read(KEPT)
     of_profile = {
         profile: {entry.claim.id: entry for entry in snapshots.read(KEPT / f"{DEFAULT}.csv", profile) if entry.measured}
         for profile in ("quick", "full")
@@ -76,14 +77,14 @@ def parts() -> dict[str, str]:
         "quoted": _quoted(default),
         "timings": _timings(default),
         "across": _across(every, order),
-        "across_names": claim_tables.across(every, order, stand_ins.read(KEPT)),
+        "across_names": claim_tables.across(every, order, weighed),
         "trends": _trends(every, order),
         "nearer": claim_tables.nearer(every, order),
         "flips": "\n\n".join(stability.sentences(stability.read(KEPT))),
         "flipping": claim_tables.flipping(stability.read(KEPT)),
         "profiles": _profiles(both),
         "moved": claim_tables.moved(_by_profile(order)),
-        "stand_ins": _stand_ins(stand_ins.read(KEPT), order),
+        "stand_ins": _stand_ins(weighed, order),
         "weighed": _weighed(every),
         **storage_tables.parts(KEPT, order),
         **task_tables.parts(KEPT),

@@ -91,8 +91,12 @@ class Fidelity:
 
     def intervals(self) -> dict[str, tuple[float, float]]:
         """95 % intervals of the means over documents, by measure."""
+        return {name: summarise(values)[1] for name, values in self._by_document().items()}
+
+    def _by_document(self) -> dict[str, list[float]]:
+        """The means of each measure, document by document."""
         by_document = _means(self.table, "measure", "document")
-        return {name: summarise(by_document.loc[name].to_list())[1] for name in MEASURES}
+        return {name: by_document.loc[name].to_list() for name in MEASURES}
 
 
 class Fidelities(Sequence[Fidelity]):
@@ -148,9 +152,7 @@ class Fidelities(Sequence[Fidelity]):
         rows = []
         for each in self.results:
             marks = {"policy": each.policy.name, "budget": each.policy.asked, "storage": str(each.storage)}
-            by_document = _means(each.table, "measure", "document")
-            for measure in MEASURES:
-                values = by_document.loc[measure].to_list()
+            for measure, values in each._by_document().items():
                 value, (low, high) = summarise(values)
                 rows.append(
                     marks | {"measure": measure, "documents": len(values), "value": value, "low": low, "high": high}

@@ -65,7 +65,7 @@ class Picture:
         """The text with the effects, the costliest tokens, and the figures."""
         why = self.why
         return (
-            f'<div class="kvlab-picture" style="{PAGE}">{_numbers(why)}{_legend(why, _harm(why))}'
+            f'<div class="kvlab-picture" style="{PAGE}">{_numbers(why)}{_legend(why)}'
             f'<div style="{TEXT}">{_text(why)}</div>{_response(why)}{_costliest(why)}{self._image()}</div>'
         )
 
@@ -120,11 +120,14 @@ def _style(effect: float, harm: float) -> str:
     return f"background:{shade(RED if effect > 0 else BLUE, strength)};color:#000{underline}"
 
 
-def _legend(why: Attribution, harm: float) -> str:
+def _legend(why: Attribution) -> str:
     loss = "its loss" if why.storage.exact else "its loss or its rounding"
     samples = [
         (_style(0.2 * STRONG, 1), f"{loss} costs the response"),
-        (_style(STRONG, 1), f"{STRONG:.0%} or more of {harm:.2f} nats, the sum of the tokens that cost"),
+        (
+            _style(STRONG, 1),
+            f"{STRONG:.0%} or more of {_harm(token_effects(why)[0]):.2f} nats, the sum of the tokens that cost",
+        ),
         (_style(-0.4 * STRONG, 1), f"{loss} helps the response"),
         ("", "kept, or no effect"),
     ]
@@ -139,18 +142,18 @@ def _legend(why: Attribution, harm: float) -> str:
     )
 
 
-def _harm(why: Attribution) -> float:
+def _harm(effects: Tensor) -> float:
     """The sum of the tokens' effects that are costs, in nats: the base of the colours.
 
     A token's entries are summed first, so it is less than `harmful`.
     """
-    return float(token_effects(why)[0].clamp_min(0).sum())
+    return float(effects.clamp_min(0).sum())
 
 
 def _text(why: Attribution) -> str:
     """The prompt, each token coloured by its effect, then the response, each token by what the policy costs it."""
     effects, entries = token_effects(why)
-    harm, prompt = _harm(why), len(why.prompt)
+    harm, prompt = _harm(effects), len(why.prompt)
     tokens = why.tokens
     shares = effects[:prompt].abs() / harm if harm else torch.zeros(prompt)
     parts, at = [], 0
