@@ -1,11 +1,11 @@
-"""Requests of the lm-evaluation-harness in batches: what their decoding costs, against one at a time.
+"""Time the decoding of the lm-evaluation-harness's requests: in batches, and one at a time.
 
 \b
 python benchmarks/answering.py
 python benchmarks/answering.py --model qwen2.5-coder-0.5b --policies full,snapkv --batches 8
 
-Prompts of several lengths are prefilled and compressed one by one, whatever the batch; what is timed are the steps
-after that, one request at a time and in batches, in turns. CPU seconds of all threads. The harness need not be
+Prompts of several lengths are prefilled and compressed one by one, whatever the batch. Only the steps after that are
+timed, one request at a time and in batches, in turns. Times are CPU seconds of all threads. The harness need not be
 installed.
 """
 

@@ -1,13 +1,13 @@
-"""What an attribution costs beside the plain prefill: the integral over the line, the policy's run, and all of it.
+"""Time an attribution against the plain prefill: the integral alone, and all of it; measure their peak memory.
 
 \b
 python benchmarks/attribute.py
 python benchmarks/attribute.py --tokens 1024 --new-tokens 32 --policy h2o --repeats 3 --out attribute.csv
 
-The prompt is random token ids. "effects" is the integral alone: the response at 8 points between the policy and the
-full cache, with the way back. "attribute" is `kvlab.attribute`: prefill, response, policy and effects. Times are taken
-in turns, and each ratio is the median over rounds of the ratio within one round. Peak memory is that of a fresh process
-for each, above what the loaded model takes.
+The prompt is random token ids. "effects" is the integral alone: forward and backward passes of the response at 8 points
+between the policy and the full cache. "attribute" is `kvlab.attribute`: prefill, response, policy and effects. The runs
+take turns. Each ratio is the median over rounds of the ratio within one round. Peak memory is measured in a fresh
+process for each, above the loaded model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calibrated storage beside the others on a text that it has not learnt from: bits, distortion, error of the output.
+"""Compare calibrated storage with the others on a text that it has not learnt from: bits, distortion, output error.
 
 kvlab calibrate smollm2-135m
 python benchmarks/calibrated_storage.py smollm2-135m-kvtc.safetensors

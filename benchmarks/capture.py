@@ -1,14 +1,14 @@
-"""What a capture costs in time and memory, beside the plain prefill and beside `output_attentions=True`.
+"""Measure time and memory of a capture, against the plain prefill and `output_attentions=True`.
 
 \b
 python benchmarks/capture.py
 python benchmarks/capture.py --tokens 1024 --tokens 2048 --repeats 5 --out capture.csv
 python benchmarks/capture.py --model random:llama-3.1-8b --memory-limit 20
 
-The prompt is random token ids, and nothing is generated. "capture" is `kvlab.capture` as it stands, the pseudo-queries
-of DapQ included (--no-pseudo leaves them out). Times are taken in turns, in alternating order, and each ratio is the
-median over rounds of the ratio within one round, so that a drifting clock speed cancels. Peak memory is that of a fresh
-process for each, above what the loaded model takes.
+The prompt is random token ids, and nothing is generated. "capture" is `kvlab.capture` as it is, the pseudo-queries of
+DapQ included (--no-pseudo leaves them out). The runs take turns, in alternating order. Each ratio is the median over
+rounds of the ratio within one round, so that a drifting clock speed cancels. Peak memory is measured in a fresh process
+for each, above the loaded model.
 """
 
 from __future__ import annotations

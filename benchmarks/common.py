@@ -1,4 +1,4 @@
-"""What the benchmarks share besides `kvlab.bench`: a prompt, the plain prefill, a bar, and CSV files."""
+"""Helpers of the benchmarks that `kvlab.bench` lacks: a prompt, the plain prefill, a bar, and CSV files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the checks of a policy's verbs cost: decoding steps of a live run with a checked subclass against kvlab's own.
+"""Time the checks of a policy's methods: live runs of kvlab's own policy and of a checked subclass.
 
 python -m benchmarks.contract
 """

@@ -1,17 +1,17 @@
-"""What bfloat16 costs and changes beside float32 on a CPU: prefill, decoding, and what policies lose.
+"""Compare bfloat16 with float32 on a CPU: prefill, decoding, and the losses of policies.
 
 \b
 python benchmarks/dtypes.py
 python benchmarks/dtypes.py --model smollm2-135m --model qwen2.5-coder-0.5b --documents 0
 python benchmarks/dtypes.py --verdicts rocketkv_design --verdicts zsmerge_error_curves
 
-With --verdicts the quick profile of each experiment is run here with each type, and nothing else is measured:
-how many of its claims get another verdict, and how far do their numbers move beside the width of their intervals?
+With --verdicts the quick profile of each experiment runs here with each type, and nothing else is measured. The table
+shows the claims that get another verdict. It also shows how far their numbers move, in widths of their intervals.
 
-Times are CPU time of one thread, taken in turns, in alternating order, on random token ids and transformers' cache;
-each ratio is the median over rounds of the ratio within one round. What policies lose is measured on presidential
-messages: `mass_lost` in a replay and `kl` of `kvlab.fidelity`, each against its own full cache; both types are fed the
-response of float32, since a type's own one may be another text.
+Times are CPU time of one thread, on random token ids and transformers' cache. The types take turns, in alternating
+order. Each ratio is the median over rounds of the ratio within one round. The losses are measured on presidential
+messages: `mass_lost` in a replay and `kl` of `kvlab.fidelity`, each against the full cache of the same type. Both types
+are fed the response of float32, since bfloat16's own one may be another text.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def shown_losses(found: dict[tuple, list[float]], title: str) -> Table:
 
 
 class Log:
-    """What a notebook logs, as `tracking.Run` takes it: metrics and intervals alone."""
+    """Metrics and intervals that a notebook logs. It replaces `tracking.Run`, and ignores all other calls."""
 
     def __init__(self):
         self.metrics: dict[str, float] = {}
@@ -136,7 +136,7 @@ class Log:
 
 
 def logged(experiment: str, lm: LM) -> Log:
-    """What the cells of an experiment's notebook log by the quick profile, run on a model at hand."""
+    """Run the cells of an experiment's notebook by the quick profile on a loaded model, and return their log."""
     (job,) = experiments.jobs(experiment)
     log, names = Log(), {"display": lambda *_: None}
     with (

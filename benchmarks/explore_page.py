@@ -1,11 +1,11 @@
-"""How long a move takes in the page of `kvlab explore`, in headless chromium, on a trace of 2,000 tokens.
+"""Time the moves of the controls in the page of `kvlab explore`, in headless chromium, on a trace of 2,000 tokens.
 
 \b
 python benchmarks/explore_page.py
 python benchmarks/explore_page.py --tokens 4000 --policies snapkv,dapq,morphkv,quest
 
-A move is timed from the event of its control to the end of the browser's layout: on the wall, and as the page's own
-processor time, which another load on the machine does not change.
+A move lasts from the event of its control to the end of the browser's layout. It is timed by the wall clock, and by
+the page's own processor time. Another load on the machine does not change the processor time.
 """
 
 from __future__ import annotations

@@ -1,24 +1,28 @@
-"""What kvlab does on a GPU: right (as on the CPU), fast (beside the full cache), and the laboratory's own costs.
+"""Check kvlab on a GPU: right (as on the CPU), fast (against the full cache), and the laboratory's own costs.
 
 \b
 python benchmarks/gpu.py
 python benchmarks/gpu.py --only right --model smollm2-135m --model ./qwen2.5-coder-0.5b.gguf
 python benchmarks/gpu.py --only fast,lab --shape llama-2-7b --seconds 300 --out results
+
+\b
+A small run without a GPU:
 python benchmarks/gpu.py --device cpu --shape tiny --model random:tiny-llama-gqa
 
-"right" compares a model in float32 on the device with the same on the CPU: capture, every policy's replay and live run,
-fidelity, attribution and storages. Measures differ by at most 1e-3, and at most one retained entry in 200, since
-rounding decides between equal scores. In bfloat16 differences are shown, not judged. A model that is not on this
-machine is not pulled: a tiny random one stands in, and the tables say so.
+"right" compares a model in float32 on the device with the same model on the CPU. It covers capture, every policy's
+replay and live run, fidelity, attribution and storages. A result is right if measures differ by at most 1e-3. At most
+one retained entry in 200 may differ, since rounding decides between equal scores. In bfloat16 differences are shown and
+not judged. The benchmark does not download a model that is missing on this machine. It uses a tiny random one instead,
+and the tables say so.
 
 "fast" makes models of published shapes with random weights in bfloat16 on the device. Prefill and decoding take turns,
-transformers' full cache by sdpa first; "bound" is the time to read the weights and what a step reads of the cache, at
-the bandwidth measured here. Peak memory is above the loaded model. "lab" compares capture, replays and attribution with
-the plain prefill.
+transformers' full cache by sdpa first. "bound" is the time to read the weights and a step's part of the cache, at the
+bandwidth measured here. Peak memory is above the loaded model. "lab" compares capture, replays and attribution with the
+plain prefill.
 
-Each part has a time limit, which its items share. Results are lines of JSON in results.jsonl, written as they come; the
-next call with the same --out runs what is missing. The tables are in summary.md, too. The exit status is 1 if something
-failed or was not right.
+Each part has a time limit, which its items share. Results are lines of JSON in results.jsonl, written as they come. The
+next call with the same --out runs the missing ones. The tables are also in summary.md. The exit status is 1 if
+something failed or was not right.
 """
 
 from __future__ import annotations

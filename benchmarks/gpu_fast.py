@@ -36,7 +36,7 @@ LONGEST = {"max_position_embeddings": 131072}
 
 @dataclass(frozen=True)
 class Size:
-    """What a shape is measured with."""
+    """Lengths, budgets, rounds and other sizes for the measurements of one shape."""
 
     shape: str
     lengths: tuple[int, ...] = (16384, 32768, 98304)
@@ -50,8 +50,8 @@ class Size:
         ("llama-2-13b", 256, 2, 256),
         ("llama-2-13b", 2048, 2, 256),
     )
-    """Shape, tokens of each prompt, prompts, and zsmerge's budget: where ZSMerge's tables 1 and 4 and its figure 3 are.
-    The tables do not tell the budget."""
+    """Shape, tokens of each prompt, prompts, and zsmerge's budget, as in ZSMerge's tables 1 and 4 and its figure 3. The
+    tables do not state the budget."""
     generated: tuple[int, ...] = (1024, 12288)
     prompt: int = 1024
     captured: int = 32768
@@ -128,7 +128,7 @@ Counted = TypeVar("Counted")
 
 
 def with_peak(lm: kvlab.LM, run: Callable[[], Counted]) -> tuple[Counted, int | None]:
-    """What `run` gives, and its peak memory above the loaded model; None where torch does not count it."""
+    """Call `run`; return its result and its peak memory above the loaded model, None where torch does not count it."""
     if not devices.counts_peak(lm.device):
         return run(), None
     with memory.Peak(lm.device) as peak:
@@ -324,7 +324,7 @@ def _compared(lm: kvlab.LM, runs: dict[str, Callable[[], object]], tokens: int, 
 
 
 def replaying(model: Model, given: Size, rows: list[Row]) -> None:
-    """Every policy at every budget on one trace, beside a prefill for each of them."""
+    """Replay every policy at every budget on one trace, against a prefill for each replay."""
     lm = model.of(given.shape)
     ids = common.prompt(lm, given.captured)
     policies = [kvlab.policy(name, budget=given.replayed[-1]) for name in REPLAYED]

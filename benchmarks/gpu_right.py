@@ -58,7 +58,7 @@ Result = TypeVar("Result")
 
 
 def expected_of(run: Callable[[], Result]) -> Result:
-    """What the CPU gives; Refused where kvlab cannot do it with this model."""
+    """Return the CPU's result. Raises Refused where kvlab cannot do it with this model."""
     try:
         return run()
     except KvlabError as error:
@@ -172,7 +172,7 @@ def replayed(here: kvlab.Trace, there: kvlab.Trace, name: str, judged: bool = Tr
     found = kvlab.replay(there, chosen(name), progress=False)
     places = [(layer, step) for layer in range(here.n_layers) for step in (0, here.steps)]
     entries = entries_apart((found.kept(*place), expected.kept(*place)) for place in places)
-    # What is stored in another type takes other bytes.
+    # Entries of another type take other bytes.
     measures = {name: value for name, value in expected.summary.items() if judged or not name.endswith("_bytes")}
     return verdict(name, *furthest(found.summary, measures), entries, judged)
 

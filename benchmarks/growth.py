@@ -1,18 +1,22 @@
-"""How time and memory of capture, replay and live runs grow with the length of the prompt.
+"""Measure how time and memory of capture, replay and live runs grow with the length of the prompt.
 
 \b
 python benchmarks/growth.py
 python benchmarks/growth.py --model qwen2.5-coder-0.5b --tokens 1024 --tokens 32768 --parts capture,replay --out a.csv
 
-The prompt is random token ids. Each part at each length is one run in a process of its own: "prefill" is the prompt
-through the model and transformers' own cache, in one piece; "capture" is `kvlab.capture` into a file (16 tokens
-follow); "replay" is six policies at two budgets on that file, in a process without the model; "live" is the prompt,
-in the same chunks as the capture, and 16 tokens by `generate` with snapkv at a budget of 512. Each is run twice, for
-its time and for its memory, since an allocator that gives all freed memory back takes up to twice the time. Memory is
-resident memory at its highest, pages of the mapped trace included: of the whole process, and above what the process
-takes before the run (the model, loaded and used once). What --out already holds is not measured again. Exponents are
-the slopes of straight lines through the logarithms. CPU time, of all threads together, is that of the process alone,
-whatever else the machine does.
+The prompt is random token ids. Each part at each length is one run in a process of its own:
+
+\b
+* prefill: the prompt through the model and transformers' own cache, in one piece
+* capture: `kvlab.capture` into a file; 16 tokens follow the prompt
+* replay: six policies at two budgets on that file, in a process without the model
+* live: the prompt in the capture's chunks, and 16 tokens by `generate` with snapkv at a budget of 512
+
+Each part runs twice, once for its time and once for its memory. An allocator that returns all freed memory takes up to
+twice the time. Memory is the peak resident memory, pages of the mapped trace included. One number is of the whole
+process. The other is above the memory before the run, when the model has been loaded and used once. Results that are
+already in --out are not measured again. Exponents are the slopes of straight lines through the logarithms. CPU time is
+of the process alone, over all its threads, whatever else the machine does.
 """
 
 from __future__ import annotations
@@ -99,7 +103,7 @@ def measured(part: str, model: str, dtype: str, tokens: int, path: Path) -> dict
 
 
 def named(model: str, dtype: str) -> str:
-    """What rows and tables call it."""
+    """Name a model with its type, for rows and tables."""
     return model if dtype == "auto" else f"{model} in {dtype}"
 
 

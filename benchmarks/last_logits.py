@@ -1,10 +1,11 @@
-"""What the logits of a text's last token cost in bfloat16 where torch does not see a matrix, and where kvlab does.
+"""Time the logits of a text's last token in bfloat16: by torch, and where kvlab folds the texts into a matrix.
 
 \b
 python benchmarks/last_logits.py
 python benchmarks/last_logits.py --model smollm2-135m --tokens 200
 
-The model's output layer alone, on the last of --tokens random hidden states, CPU time on one thread, in turns.
+Only the model's output layer runs, on the last of --tokens random hidden states. The two take turns. Times are CPU time
+on one thread.
 """
 
 from __future__ import annotations

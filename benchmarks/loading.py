@@ -1,12 +1,12 @@
-"""How long a converted model takes to load, against reading its file; with --convert, what the conversion takes.
+"""Time the loading of a converted model against the reading of its file; with --convert time the conversion.
 
 \b
 python benchmarks/loading.py --model qwen2.5-coder-0.5b --model gemma-3-270m
 python benchmarks/loading.py --model qwen2.5-coder-0.5b --convert
 
-Reading (the weights' bytes into memory) and loading take turns, in alternating order, after each has run once, so that
-the file lies in the system's cache for both. The least time of each is shown, since other processes can only add to it.
-The tokenizer, which is a part of loading, is timed by itself, too. --convert fetches the model's GGUF file anew into a
+Reading (the weights' bytes into memory) and loading take turns, in alternating order. Each runs once before, so that
+the file is in the system's cache for both. The least time of each is shown, since other processes can only add to it.
+The tokenizer is a part of loading, and is also timed by itself. --convert fetches the model's GGUF file anew into a
 temporary folder, and converts it there in a fresh process.
 """
 

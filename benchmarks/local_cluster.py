@@ -1,11 +1,11 @@
-"""What Dask's own LocalCluster would do for a sweep on this machine: its start, its processes and its memory limit.
+"""Measure Dask's own LocalCluster as the host of a sweep: its start, its processes and its memory limit.
 
 \b
 python benchmarks/local_cluster.py
 python benchmarks/local_cluster.py --workers 4 --megabytes 2000
 
-A job of kvlab is a kernel, a process of its own beside whatever started it. Here a worker of a LocalCluster starts such
-a process, which holds some memory: does the worker's memory limit see it?
+A job of kvlab is a kernel, a process of its own. Here a worker of a LocalCluster starts such a process, which allocates
+some memory. Does the worker's memory limit see it?
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Annotated
 import psutil
 import typer
 
-BODY = "import sys, time; held = b'x' * (int(sys.argv[1]) << 20); print(flush=True); time.sleep(600)"
+BODY = "import sys, time; block = b'x' * (int(sys.argv[1]) << 20); print(flush=True); time.sleep(600)"
 
 
 def begin_kernel(megabytes: int) -> int:
@@ -32,7 +32,7 @@ def begin_kernel(megabytes: int) -> int:
 
 def main(
     workers: Annotated[int, typer.Option("--workers", min=1)] = 2,
-    megabytes: Annotated[int, typer.Option("--megabytes", min=1, help="What the kernel holds.")] = 700,
+    megabytes: Annotated[int, typer.Option("--megabytes", min=1, help="Memory of the kernel, in MiB.")] = 700,
 ) -> None:
     """Start a LocalCluster, and look at what it counts."""
     begun = time.perf_counter()

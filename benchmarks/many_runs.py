@@ -1,14 +1,14 @@
-"""How long the commands take that read the store, and how much memory, when the store has grown large.
+"""Measure time and memory of the commands that read the store, when the store has grown large.
 
 \b
 python benchmarks/many_runs.py
 python benchmarks/many_runs.py --runs 5000 --experiments 50 --store sqlite
 
-The runs are written straight into the database, over as many experiments as asked for. Kvlab's own are among them,
-with every metric that a claim reads of a quick profile and others up to what a real run logs, on three models; so is
-one with a sweep of up to a hundred finished jobs, which is resumed. The server is MLflow's, on PostgreSQL (Debian's
-package `postgresql`), both on loopback and only while this runs; the driver that it needs goes into the same temporary
-folder.
+The runs are written straight into the database, over as many experiments as asked for. Some are kvlab's own
+experiments, on three models. Their runs have every metric that a claim reads of a quick profile, and as many metrics as
+a real run. Another experiment has a sweep of up to a hundred finished jobs, which is resumed. The server is MLflow's,
+on PostgreSQL (Debian's package `postgresql`). Both are on loopback, and run only during the benchmark. The driver that
+the server needs goes into the same temporary folder.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""kvlab and kvpress side by side: what they keep, what it takes, how they decode, on one model, in turns.
+"""Compare kvlab and kvpress on one model, in turns: retained sets, answers, times, and decoding.
 
 \b
 python benchmarks/peers.py
 python benchmarks/peers.py --tokens 1000 --methods snapkv,knorm --rounds 1
 python benchmarks/peers.py --parts sets --ratios 0.1 --ratios 0.5 --out peers.md
 
-The first run makes an environment for kvpress and the transformers that it needs in the cache folder (KVLAB_HOME, 1.5
-GB); later runs find it there. kvpress runs in a process of its own, on the same weights and token ids.
+The first run makes an environment in the cache folder (KVLAB_HOME, 1.5 GB), for kvpress and the transformers that it
+needs. Later runs find it there. kvpress runs in a process of its own, on the same weights and token ids.
 
 \b
-sets    the retained sets of every method that both have, as they come and with kvlab's parameters made like kvpress's
-answers needles whose question comes after the text was compressed, answered from either's cache (12 methods)
-times   kvpress runs the model for each method and ratio; kvlab captures once and replays (the first length)
-decode  tokens per second, cache and peak memory after long prompts, each run in a fresh process
+* sets: the retained sets of every method that both have, as they come and with kvlab's parameters made like kvpress's
+* answers: needles whose question comes after the text was compressed, answered from either's cache (12 methods)
+* times: kvpress runs the model for each method and ratio; kvlab captures once and replays (the first length)
+* decode: tokens per second, cache and peak memory after long prompts, each run in a fresh process
 
-Ratios are those of one round; with more than one their range is shown.
+A ratio compares two numbers of one round. Several rounds give a range.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def times(
 
 
 def timed(call: Callable[..., Any], *arguments: Any, **more: Any) -> tuple[Any, float]:
-    """What a call gives, and its seconds."""
+    """Return the result of a call and its seconds."""
     found: list[Any] = []
     seconds = clock.seconds(CPU, lambda: found.append(call(*arguments, **more)))
     return found[0], seconds
@@ -208,7 +208,7 @@ def decode(
         peaks: dict[tuple[str | None, str], float] = {}
         for turn, each in clock.rounds(runs, rounds):
             if each not in peaks:
-                # What measures memory exactly slows both sides, so that memory has a run of its own.
+                # The exact memory meter slows both sides, so memory has a run of its own.
                 peaks[each] = decoded_by(*each, model, folder, ids, budget, steps, memory.TIGHT)["peak_bytes"]
                 bars.advance(task)
             numbers = decoded_by(*each, model, folder, ids, budget, steps, {}) | {"peak_bytes": peaks[each]}

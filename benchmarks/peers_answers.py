@@ -1,5 +1,6 @@
-"""What both sides answer: needles asked for after their text was compressed, of the same tokens, kvpress by its own
-pipeline.
+"""Compare the answers of both sides to questions about needles, asked after the text was compressed.
+
+Both sides get the same tokens. kvpress answers by its own pipeline.
 """
 
 from __future__ import annotations

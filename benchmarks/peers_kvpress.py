@@ -1,12 +1,12 @@
-"""The peer's side of peers.py: kvpress in an environment of its own, asked in JSON lines and answering in JSON lines.
+"""Run kvpress, the peer of peers.py, in an environment of its own; orders and answers are JSON lines.
 
-It is no command: peers.py starts it with the peer's Python. Orders come on standard input, one object a line, and each
-gets one line back: `{"error": ...}` where something went wrong. Clock and memory meter are kvlab's own, so that both
-sides are measured alike; nothing else of kvlab is used here.
+It is no command: peers.py starts it with the peer's Python. Orders come on standard input, one object a line. Each gets
+one line back: `{"error": ...}` where something went wrong. The clock and the memory meter are kvlab's own, so that both
+sides are measured alike. Nothing else of kvlab is used here.
 
-A press is told as `{"press": class, "around": class or null, "ratio": share that goes, "parameters": {...}}`, where the
-parameters are those of the inner press if there is one. Retained sets are found by what lies in the cache afterwards,
-since kvpress names no positions, by docs/record_sets.py.
+A press is given as `{"press": class, "around": class or null, "ratio": share that goes, "parameters": {...}}`. The
+parameters are those of the inner press if there is one. kvpress names no positions. So docs/record_sets.py finds the
+retained sets from the keys that are in the cache afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EAGER, OWN_PASSES = "ObservedAttentionPress", "KVzipPress"
 
 
 def made(told: dict[str, Any]) -> Any:
-    """The press that an order tells of."""
+    """Make the press that an order describes."""
     kind, parameters = getattr(kvpress, told["press"]), told["parameters"]
     if told["around"]:
         return kind(getattr(kvpress, told["around"])(compression_ratio=told["ratio"], **parameters))
@@ -51,7 +51,7 @@ def pruned(before: Tensor, after: Tensor) -> Tensor | None:
 
 
 def masked_by(module: Any) -> Any:
-    """What a press that masks has masked, which is forgotten; None of one that does not mask."""
+    """Return the entries that a masking press has masked, and clear them; None for a press that does not mask."""
     masked = getattr(module, "masked_key_indices", None)
     module.masked_key_indices = None
     return masked
@@ -74,9 +74,10 @@ class Peer:
     # ------------------------------------------------------------------ retained sets
 
     def retain(self, ids: list[int], presses: list[dict[str, Any]], into: str) -> dict[str, Any]:
-        """The retained sets of many presses from as few prefills as can be: a press looks at a layer when its attention
-        is done, and changes nothing that the next layer is given. Written to the safetensors file `into`, bool
-        `[layers, heads, n]` under the number of the press.
+        """Write the retained sets of many presses to the file `into`, from as few prefills as possible.
+
+        A press looks at a layer when its attention is done, and changes nothing that the next layer receives. The
+        safetensors file has a set, bool `[layers, heads, n]`, under the number of each press.
         """
         tokens, sets = torch.tensor([ids]), {}
         masks = []
@@ -151,8 +152,10 @@ class Peer:
     def answers(
         self, context: list[int], question: list[int], presses: list[dict[str, Any] | None], new_tokens: int
     ) -> dict[str, Any]:
-        """What kvpress's own pipeline answers once the context was compressed, with each press (None for the full
-        cache), or None where it ends in an error; the pipeline's first step, which makes tokens of texts, is left out.
+        """Answer by kvpress's own pipeline after each press has compressed the context.
+
+        A press of None is the full cache. An answer of None means that the pipeline ended in an error. The pipeline's
+        first step, which makes tokens of texts, is left out.
         """
         given = {"context_ids": torch.tensor([context]), "questions_ids": [torch.tensor([question])]}
         said = []
@@ -212,7 +215,7 @@ class Peer:
 
 
 def main() -> None:
-    # What libraries print must not come between the answers.
+    # Output that libraries print must not come between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     peer = None

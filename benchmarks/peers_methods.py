@@ -1,6 +1,6 @@
 """The methods that kvlab and kvpress both have: how each side is asked for one, and why their retained sets differ.
 
-Why is read off the two sources (kvpress 0.5.5); peers.py shows beside it what was measured.
+The reasons come from the sources of both (kvpress 0.5.5). peers.py shows them next to its measurements.
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ WINDOW, KERNEL = 64, 5
 
 @dataclass(frozen=True)
 class Cut:
-    """What a policy that shall be like a press needs to know: the prompt's `length`, how many entries each head of the
-    press kept on average, whether all layers kept equally many, and how many query heads share a KV head.
+    """Facts about a prompt and a press, for a policy that does as the press does.
+
+    Attributes:
+        length: tokens of the prompt.
+        entries: how many each head of the press kept on average.
+        even: whether all layers kept equally many.
+        group: how many query heads share a KV head.
     """
 
     length: int
@@ -34,12 +39,12 @@ class Method:
     """One method on both sides.
 
     Attributes:
-        policy, plain: kvlab's name and parameters besides the budget, as people call it.
-        press, around, parameters: kvpress's class, the scorer that it is put around, and parameters besides the ratio.
+        policy, plain: kvlab's name, and its parameters without the budget, as people call it.
+        press, around, parameters: kvpress's class, the scorer inside it, and its parameters without the ratio.
         alike: kvlab's policy that does as kvpress does, as far as parameters go; None where none can.
-        alike_parameters: what kvpress must be given for that.
-        why: what differs between the two as they come.
-        rest: what still differs when they are made alike.
+        alike_parameters: kvpress's parameters for that.
+        why: the differences between the two as they come.
+        rest: the differences that are left when they are made alike.
     """
 
     policy: str
@@ -58,7 +63,7 @@ class Method:
         return kvlab.policy(self.policy, budget=keep, **self.plain)
 
     def told(self, keep: float, alike: bool = False) -> dict[str, Any]:
-        """The press in the words of the peer's process."""
+        """Describe the press for the peer's process."""
         given = self.alike_parameters if alike and self.alike_parameters is not None else self.parameters
         return {"press": self.press, "around": self.around, "ratio": 1 - keep, "parameters": given}
 
@@ -117,7 +122,7 @@ METHODS = {
     "pyramidkv": Method(
         "pyramidkv",
         "PyramidKVPress",
-        f"{WINDOWS}; where the last layer would get less than a window, kvpress gives all layers the same; else it "
+        f"{WINDOWS}; where the last layer would get less than a window, kvpress gives all layers the same. Else it "
         "adds no window to a layer's share, and its pyramid is flatter",
         rest="the pyramids where kvpress builds one (elsewhere kvlab has beta=1)",
         alike=pyramidkv,
@@ -149,7 +154,7 @@ METHODS = {
     "adakv": Method(
         "adakv",
         "AdaKVPress",
-        f"the ratio; {WINDOWS}; the window is a part of what each head is sure of (kvpress) or beside it (kvlab)",
+        f"the ratio; {WINDOWS}; the entries that each head is sure of include the window (kvpress) or not (kvlab)",
         around="SnapKVPress",
         alike=adakv,
     ),

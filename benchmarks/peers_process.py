@@ -17,7 +17,7 @@ from kvlab.inputs.packs import build_once, home
 from kvlab.lib.files import brief
 
 PINS = ("kvpress==0.5.5", "transformers==5.2.0", "torch==2.13.0")
-"""What the peer's environment is made of, with what these need; kvpress wants a transformers below 5.3."""
+"""Packages of the peer's environment, with their requirements; kvpress needs a transformers below 5.3."""
 SIDE = Path(__file__).with_name("peers_kvpress.py")
 PROJECT = Path(__file__).parents[1]
 
@@ -117,7 +117,7 @@ class Process:
 
 
 def loaded(folder: Path, variables: Mapping[str, str] | None = None) -> tuple[Process, dict[str, Any]]:
-    """The peer with the model of that folder, and what it says of itself; `variables` besides this environment's."""
+    """Start the peer with a folder's model; return it and its versions. `variables` are added to this environment's."""
     peer = Process([python(), SIDE], variables=variables)
     try:
         return peer, peer.ask("load", folder=str(folder))

@@ -23,8 +23,9 @@ from kvlab.traces.trace import Trace
 
 
 def ours(trace: Trace, policy: Policy) -> Tensor:
-    """What kvlab's policy keeps of the trace's prompt, bool `[layers, kv_heads, length]`; of ThinK the channels that
-    go, bool `[layers, kv_heads, head_dim]`.
+    """Return the entries of the trace's prompt that kvlab's policy keeps, bool `[layers, kv_heads, length]`.
+
+    For ThinK return the channels that it removes, bool `[layers, kv_heads, head_dim]`.
     """
     if isinstance(policy, ThinK):
         return policy.pruned(trace.prompt)
@@ -33,7 +34,7 @@ def ours(trace: Trace, policy: Policy) -> Tensor:
 
 
 def retained(peer: Process, ids: list[int], presses: list[dict[str, Any]]) -> list[Tensor]:
-    """What each press keeps of a prompt, bool `[layers, kv_heads, n]`."""
+    """Return the entries of a prompt that each press keeps, bool `[layers, kv_heads, n]`."""
     with tempfile.TemporaryDirectory(prefix="kvlab-peers-") as place:
         file = Path(place) / "sets.safetensors"
         peer.ask("retain", ids=ids, presses=presses, into=str(file))

@@ -1,4 +1,4 @@
-"""What was measured side by side, as tables for a terminal and for Markdown."""
+"""Tables of kvlab and kvpress side by side, for a terminal and for Markdown."""
 
 from __future__ import annotations
 
@@ -67,10 +67,11 @@ def sets_table(rows: list[dict], methods: dict[str, Method], ratios: list[float]
         )
     header = ("method", "same", "entries more", "what differs", "made alike", "apart", "what still differs")
     note = (
-        "same: twice the entries that both keep over all that either keeps, the median over prompts and ratios; "
-        "entries more: what a head of kvpress keeps more than one of kvlab; made alike: kvlab with kvpress's "
-        "parameters and its number of entries; apart: how many only one of them keeps, of all that either keeps. "
-        "The ratio: kvpress is told the share that goes, and int(700 * (1 - 0.9)) is 69; kvlab keeps floor(700 * 0.1)."
+        '"same" is twice the entries that both keep over all that either keeps, as a median over prompts and ratios. '
+        '"entries more" is how many more a head of kvpress keeps than one of kvlab. "made alike" is kvlab with '
+        'kvpress\'s parameters and its number of entries. "apart" is how many only one of them keeps, of all that '
+        "either keeps. The ratio differs since kvpress gets the share that goes, and int(700 * (1 - 0.9)) is 69. kvlab "
+        "keeps floor(700 * 0.1)."
     )
     shares = ", ".join(f"{keep:g}" for keep in ratios)
     return Table(f"Retained sets: prompts of {', '.join(map(str, lengths))} tokens, {shares} kept", header, lines, note)
@@ -96,8 +97,8 @@ def times_table(rows: list[dict], ratios: int, length: int, response: int) -> Ta
     whole = [[sum((row[side] for row in some), 0.0) for some in by_round.values()] for side in ("ours", "theirs")]
     lines.append(_timed(f"all {len(names)} x {ratios}", *whole))
     note = (
-        f"kvlab: one capture with {response} tokens of response, then a replay with its measures for each ratio; "
-        "kvpress: a prefill for each, its compressed cache, and no measure."
+        f"kvlab makes one capture with {response} tokens of response, then a replay with its measures for each ratio. "
+        "kvpress makes a prefill for each, its compressed cache, and no measure."
     )
     title = f"Time for {len(names)} methods at {ratios} ratios, {length} tokens, {len(by_round)} rounds"
     return Table(title, ("method", "kvlab", "kvpress", "kvpress over kvlab"), lines, note)
@@ -142,19 +143,19 @@ def decode_table(rows: list[dict], budget: int, steps: int) -> Table:
         "kvpress",
     )
     note = (
-        f"Budget {budget}, {steps} steps, each run in a fresh process; peak memory is that above the loaded model, and "
-        "the cache is what it holds at the end. The full cache is transformers' own, in each side's version."
+        f"Budget {budget}, {steps} steps, each run in a fresh process. Peak memory is above the loaded model. The "
+        "cache's size is that at the end. The full cache is transformers' own, in each side's version."
     )
     return Table("Decoding", header, lines, note)
 
 
 REPORTS = Table(
-    "What each reports of one run",
+    "The report of each on one run",
     ("", "kvlab", "kvpress"),
     [
         ("retained positions", "`kept`, `stored`, for each layer, head and step", "none; found here by the keys' bits"),
         ("what was lost", "recall, attention mass, output error, for each layer, head and step", "none"),
-        ("bytes", "stored, read, beside, allocated", "the cache's tensors; a masked entry still lies there"),
+        ("bytes", "stored, read, auxiliary, allocated", "the cache's tensors; a masked entry still lies there"),
         ("ratio", "entries, and whether a fraction was raised", "the ratio asked for"),
         (
             "answer",

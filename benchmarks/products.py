@@ -1,12 +1,13 @@
-"""What the library behind a model's products with its weights costs: torch's own choice against oneDNN, in turns.
+"""Time a model's products with its weights by two libraries, in turns: torch's own choice, and oneDNN.
 
 \b
 python benchmarks/products.py
 python benchmarks/products.py --model qwen2.5-coder-0.5b --tokens 2048 --repeats 5
 
-CPU time on one thread, so that other processes disturb little: a prompt's prefill by transformers alone and inside
-`kvlab.compress` (whose attention multiplies by the same library), and a decoding step of transformers after it. A ratio
-below 1.00 is oneDNN's gain. *Differs by* is the largest difference between the two's logits of the last token.
+Times are CPU time on one thread, so that other processes disturb little. A prompt's prefill is timed by transformers
+alone and inside `kvlab.compress`, whose attention multiplies by the same library. A decoding step of transformers after
+it is timed, too. A ratio below 1.00 is oneDNN's gain. *Differs by* is the largest difference between the last token's
+logits of the two.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What it costs to replay twelve policies at five budgets on one trace, beside running the model again for each.
+"""Time replays of twelve policies at five budgets on one trace, against running the model again for each.
 
 \b
 python benchmarks/replay.py
 python benchmarks/replay.py --policies all --tokens 1024 --budgets 64 --budgets 256 --out replay.csv
 
-The prompt is random token ids. A tool that runs the model for each policy and budget needs at least one prefill each,
-so the plain SDPA prefill times the number of replays is what the replays are compared with. The time of the replays
-includes the full cache's side of the comparison, which is computed once for a trace; that of the capture is shown too.
+The prompt is random token ids. A tool that runs the model for each policy and budget needs at least one prefill each.
+So the replays are compared with the plain SDPA prefill, times the number of replays. The time of the replays includes
+the full cache's side of the comparison, which is computed once for a trace. The time of the capture is shown, too.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Where the time of a replay goes: torch's operations by what they are for, and Python between them.
+"""Show where the time of a replay goes: torch's operations by purpose, and Python between them.
 
 \b
 python benchmarks/replay_profile.py
 python benchmarks/replay_profile.py --policies h2o,zsmerge --tokens 2048 --budget 128
 
-The trace is of random token ids. What replays share (the full cache's side, the scores that several policies take) is
-made first. Each policy is then replayed once as it is, for its CPU time, and once more under torch's profiler, for the
-shares of operations in the time on the clock. What is left of them is Python: the policy's own steps, torch's way from
-a call to its operation, and what the profiler takes to write each down.
+The trace is of random token ids. The parts that replays share are made first: the full cache's side, and the scores
+that several policies read. Each policy is then replayed once as it is, for its CPU time. It is replayed once more under
+torch's profiler, for the shares of operations in the time on the clock. The rest is Python: the policy's own steps,
+torch's way from a call to its operation, and the profiler's own work for each operation.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Where the time of a decoding step goes on a CPU: torch's operations by what they are for, and Python between them.
+"""Show where the time of a decoding step goes on a CPU: torch's operations by purpose, and Python between them.
 
 \b
 python benchmarks/step.py
 python benchmarks/step.py --context 8000 --policies full,quest --budget 512
 
-Each policy decodes after the same prompt, in turns with the others. Steps are timed as they are; then as many again run
-under torch's profiler, which tells the time inside each operation. What is left of a step's time as it is, is Python:
-transformers' modules, kvlab's own, and torch's way from a call to its operation.
+Each policy decodes after the same prompt, in turns with the others. Steps are timed as they are. Then as many again run
+under torch's profiler, which measures the time inside each operation. The rest of a step's time without the profiler is
+Python: transformers' modules, kvlab's own, and torch's way from a call to its operation.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PYTHON = "Python, between operations"
 
 
 def purpose(operation: str) -> str:
-    """What an operation of torch's ("aten::mm", "mkldnn::_linear_pointwise") is for, in a decoding step."""
+    """Name the purpose of a torch operation ("aten::mm", "mkldnn::_linear_pointwise") in a decoding step."""
     name = operation.rpartition("::")[2]
     for found, names in PURPOSES.items():
         if name in names or any(each.startswith("_") and name.startswith(each) for each in names):

@@ -1,14 +1,14 @@
-"""What a sweep costs besides its jobs, and whether kills lose any of them.
+"""Measure the cost that a sweep adds to its jobs, and whether kills lose any of them.
 
 \b
 python benchmarks/sweeps.py
 python benchmarks/sweeps.py --jobs 20 --parts times
 
-Short jobs (a notebook that logs one metric) in projects of their own in a temporary folder: one after the other, with
-cold and with warm starts in turns; two at once; and once more when all are done. Part "cluster" runs them on one worker
-of a Dask scheduler on this machine, cold and warm. Then the same sweep is killed (kill -9 of the driver, a worker, a
-kernel or the server for warm starts, at random moments) and started again until that many kills have struck; every job
-must be there exactly once.
+Short jobs (a notebook that logs one metric) run in projects of their own in a temporary folder. They run one after the
+other, with cold and with warm starts in turns; two at once; and once more when all are done. Part "cluster" runs them
+on one worker of a Dask scheduler on this machine, cold and warm. Part "kills" kills a sweep at random moments, and
+starts it again until --kills kills have struck. A kill is `kill -9` of the driver, a worker, a kernel or the server for
+warm starts. Every job must be there exactly once.
 """
 
 from __future__ import annotations

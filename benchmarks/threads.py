@@ -1,11 +1,11 @@
-"""What torch's thread settings cost, alone and beside busy processes, as ratios to torch's own defaults.
+"""Compare torch's thread settings with torch's own defaults, alone and next to busy processes.
 
 \b
 python benchmarks/threads.py
 python benchmarks/threads.py --beside 4 --repeats 9
 
-Each setting has a process of its own; they take turns, each turn beside the same neighbours, and the ratios are those
-of a turn's times. Above 1.00 is slower than torch's defaults.
+Each setting has a process of its own. The settings take turns, next to the same busy processes. A ratio compares the
+times of one turn. A ratio above 1.00 is slower than torch's defaults.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def running() -> Iterator[Callable[..., subprocess.Popen]]:
         begun.append(process)
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
-            raise SystemExit("a process did not start; its message stands above")
+            raise SystemExit("a process did not start; read its message above")
         return process
 
     try:
@@ -89,7 +89,7 @@ def running() -> Iterator[Callable[..., subprocess.Popen]]:
 
 
 def main(
-    beside: Annotated[list[int] | None, typer.Option(min=0, help="Busy processes beside it (0 and 4).")] = None,
+    beside: Annotated[list[int] | None, typer.Option(min=0, help="Busy processes next to it (0 and 4).")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each setting.")] = 7,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prefill.")] = 128,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded after it.")] = 8,
@@ -103,7 +103,7 @@ def main(
             with running() as start_beside:
                 for _ in range(count):
                     start_beside(NEIGHBOUR, {"OMP_NUM_THREADS": "1"})
-                console.print(measured(workers, repeats, f"beside {count} busy processes, {os.cpu_count()} cores"))
+                console.print(measured(workers, repeats, f"next to {count} busy processes, {os.cpu_count()} cores"))
 
 
 def measured(workers: dict[str, subprocess.Popen], repeats: int, title: str) -> Table:

@@ -1,20 +1,20 @@
-"""Tokens per second of the largest batch whose cache fits into given bytes, against the full cache's largest batch.
+"""Compare tokens per second of the largest batches whose caches fit into given bytes, with the full cache's.
 
 \b
 python benchmarks/throughput.py
 python benchmarks/throughput.py --mib 512 --context 2000 --budget 256 --policies snapkv,quest
 python benchmarks/throughput.py --only arithmetic
 
-Measured: one sequence is run first, and what its cache holds at the end (entries and what lies beside them) says how
-many fit. Then batches of that many, in turns. The prompts of a batch are fed together, so that the peak before they are
-compressed is larger than the given bytes; what is counted is what decoding holds.
+Measured: one sequence runs first. The bytes of its cache at the end, auxiliary data included, say how many sequences
+fit. Then batches of that many run, in turns. The prompts of a batch are fed together, so that the peak before they are
+compressed is larger than the given bytes. Only the bytes during decoding count.
 
-Arithmetic, for Llama-3.1-8B in bfloat16 on an H100: the cache gets what the weights leave of 90 % of 80 GB; a step
-takes as long as reading the weights and what the batch reads of its cache at 3.35 TB/s, or as 2 floating point
-operations for each weight and sequence at 989 TFLOP/s, whichever is longer. What a sequence stores, beside its entries
-too (pages, a copy of the keys), and what a step reads, finding included, is counted by kvlab itself: each policy
-compresses one KV head of that length, with random numbers in it, and takes a step. Nothing else is in it: no kernels
-and no prefill.
+Arithmetic, for Llama-3.1-8B in bfloat16 on an H100: the cache gets 90 % of 80 GB, less the weights. A step takes the
+longer of two times. One is the time to read the weights and the batch's part of its cache at 3.35 TB/s. The other is
+the time of 2 floating point operations for each weight and sequence at 989 TFLOP/s. kvlab itself counts the bytes that
+a sequence stores, auxiliary data included (pages, a copy of the keys). It also counts the bytes that a step reads,
+finding included. For this, each policy compresses one KV head of that length, with random numbers in it, and takes a
+step. Nothing else is included: no kernels and no prefill.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LARGEST = 256  # sequences: on a CPU a batch soon waits for the processor and no
 
 @dataclass(frozen=True)
 class Machine:
-    """What bounds a decoding step."""
+    """Limits of a decoding step: memory, bandwidth and compute."""
 
     memory: float  # bytes that weights and cache may take
     bandwidth: float  # bytes per second
@@ -72,13 +72,14 @@ SYSTEMS = {
     "hybrid": "reads a part",
     "sparq": "reads a part",
 }
-"""What each does, of the policies in the arithmetic; the full cache first."""
+"""Policies of the arithmetic with a word on each; the full cache first."""
 
 
 @torch.inference_mode()
 def bytes_of(policy: kvlab.Policy, config: Any, length: int) -> tuple[float, float]:
-    """What a sequence stores once it has `length` tokens, and what its last step has read, in bytes of all layers: as
-    the policy's own store counts it for one KV head in bfloat16.
+    """Return the bytes that a sequence of `length` tokens stores, and the bytes that its last step reads.
+
+    Both are over all layers. The policy's own store counts them for one KV head in bfloat16.
     """
     generator = torch.Generator().manual_seed(0)
     group, d = config.num_attention_heads // config.num_key_value_heads, config.head_dim
@@ -160,7 +161,7 @@ def show(console: Console, title: str, words: list[str], numbers: list[str], row
 
 
 def main(
-    mib: Annotated[float, typer.Option("--mib", min=1, help="What the caches of a batch may take.")] = 200,
+    mib: Annotated[float, typer.Option("--mib", min=1, help="Largest size of a batch's caches, in MiB.")] = 200,
     context: Annotated[int, typer.Option("--context", min=2, help="Tokens of each prompt.")] = 1000,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1)] = 32,
     policies: Annotated[

@@ -1,4 +1,6 @@
-"""Record which prompt entries a press of kvpress keeps, for kvlab's policy "recorded". Copy this file beside your code.
+"""Record the prompt entries that a press of kvpress keeps, for kvlab's policy "recorded".
+
+Copy this file next to your code.
 
     from record_sets import record
     record(model, ids, press, "sets.safetensors")        # ids: int64 [1, tokens] or [tokens]
@@ -55,7 +57,7 @@ def visible(before, after, masked):
         where = {bits(key): place for place, key in enumerate(before[head])}
         places = [where.get(bits(key)) for key in after[head]]
         if len(where) < length or None in places:
-            raise ValueError("keys were changed or are equal, so that which ones stayed cannot be told")
+            raise ValueError("keys were changed or are equal, so the ones that stayed cannot be found")
         stays[head, places] = True
     if masked is not None:
         stays[masked[1].cpu(), masked[2].cpu()] = False

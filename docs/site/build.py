@@ -1,7 +1,7 @@
-"""Builds the documentation's site: `make docs`. A warning of Sphinx fails it.
+"""Build the documentation's site: `make docs`. A warning of Sphinx fails it.
 
-The pages stand where readers of the repository look for them (README.md, docs/, notebooks/). They are copied beside
-each other, so that their links lead on, and pages made from data join them: the gallery, the ledger, the reference.
+Readers of the repository find the pages in README.md, docs/ and notebooks/. The build copies them into one folder, so
+that their links work. It adds pages made from data: the gallery, the ledger, the reference.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DOORS = ("learn", "do", "look_up", "understand")
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
-# What the public names take and give, what a policy or a task of one's own meets, and what else people import by name.
+# Arguments and results of the public names, objects that a policy or a task of one's own meets, and other imports.
 NAMES = {
-    "What these take and give": [
+    "Arguments and results": [
         *("replays.replay.Replay", "replays.results.Replays", "live.session.Session", "live.fidelity.Fidelity"),
         "live.fidelity.Fidelities",
         *("live.fidelity.Loops", "live.cache.LiveCache", "live.cache.Host", "inputs.corpus.Question"),
@@ -49,7 +49,7 @@ NAMES = {
         *("workbench.store.retries.RetryingClient", "methods._base.indexer_reads.IndexerReads"),
         *("core.layout.Layout", "core.storage.Storage", "core.softmax.Softmax", "core.rotation.Rotation"),
     ],
-    "What a policy sees": [
+    "Seen by a policy": [
         *(
             "methods._base.prompt.Prompt",
             "core.store.LayerStore",
@@ -98,7 +98,7 @@ ALIASES = [
     *("kvlab.traces.recording.OnePrompt", "kvlab.traces.recording.SeveralPrompts", "kvlab.replays.run.OneTrace"),
     *("kvlab.replays.run.SeveralTraces", "kvlab.replays.run.SeveralPolicies", "kvlab.replays.run.SeveralStorages"),
 ]
-# What people use besides.
+# Modules that people also use.
 MODULES = {
     "Findings and their words": ["kvlab.analyses.findings", "kvlab.render.sentences", "kvlab.render.phrases"],
     "Figures": ["kvlab.render.figures.plots"],
@@ -276,12 +276,12 @@ def _commands() -> str:
 
 
 def _plain(text: str) -> str:
-    """A text as it stands in Markdown, also in a cell of a table; code between backticks stays."""
+    """Escape a text for Markdown, also in a cell of a table; code between backticks stays."""
     return re.sub(r"(`[^`]*`)|<", lambda found: found[1] or "&lt;", text).replace("|", BAR)
 
 
 def _gallery(folder: Path) -> str:
-    """Every figure of the notebooks as a card that leads to its notebook, under the heading that it stands under."""
+    """Make a page with a card for every figure of the notebooks: its heading, and a link to its notebook."""
     folder.mkdir()
     parts = ["# Gallery", "", "Every figure of the notebooks. A card leads to the notebook that drew it.", ""]
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
@@ -451,7 +451,7 @@ def _reference(source: Path) -> None:
 def _listed(name: str, folder: Path, text: str, what: str = "") -> str:
     """Write the page of a name, and return its row in the list of all."""
     home, _, last = name.rpartition(".")
-    # A function may have the name of a folder beside it, which an import of that name would find first.
+    # A function may have the name of a folder next to it, and an import of that name would find the folder first.
     made = getattr(importlib.import_module(home), last, None) or importlib.import_module(name)
     # Small letters alone would not tell `Policy` from `policy` on every disk.
     page = f"{name}-class" if isinstance(made, type) else name

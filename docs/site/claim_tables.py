@@ -133,7 +133,7 @@ def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]], weigh
 
 
 def _missed(name: str, of_models: Mapping[str, Entry]) -> list[list[str]]:
-    """What decided against a claim where a table shows another number of it: its name, a model, the numbers."""
+    """List the numbers that decided against a claim, if a table shows another number of it: name, model, numbers."""
     if not others_decide(next(iter(of_models.values())).claim):
         return []
     failed = {label: entry for label, entry in of_models.items() if entry.verdict.verdict == papers.FAILS}

@@ -75,7 +75,7 @@ ELSEWHERE = {
 
 
 def _type(app, env, node, shown):
-    """What a type in a signature leads to where its full name is not told: the one of its last name, or elsewhere."""
+    """Link a type in a signature that lacks its full name: to the only object of its last name, or to another site."""
     if node.get("refdomain") != "py" or node.get("reftype") not in ("class", "obj"):
         return None
     last = node["reftarget"].rpartition(".")[2]

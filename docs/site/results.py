@@ -1,7 +1,7 @@
 """Write the results that README and pages of docs/ show, from the kept ledgers: `make results`.
 
-A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. `claim_tables` and `task_tables` have marks of
-their own. All else in a page stays as it is.
+The text of a part goes between `<!-- generated: NAME -->` and `<!-- end -->`. `claim_tables` and `task_tables` have
+marks of their own. All else in a page stays as it is.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def pages() -> dict[Path, str]:
 
 
 def parts() -> dict[str, str]:
-    """Name -> what stands between its marks."""
+    """Make all parts: name -> the text between its marks."""
     every = snapshots.kept(KEPT)
     order = subjects(every)
     default = snapshots.read(KEPT / f"{DEFAULT}.csv")
@@ -165,7 +165,7 @@ def _said(entry: Entry) -> str:
 
 
 def _papers(every: Sequence[Entry]) -> str:
-    """For each paper how its quoted findings stand on the models, and the first of them on the default model."""
+    """Count the verdicts of each paper's quoted findings over the models; describe the first on the default model."""
     named = {subject.label: subject.name for subject in subjects(every)}
     entries = by_paper(every)
     rows = []

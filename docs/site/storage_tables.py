@@ -1,4 +1,4 @@
-"""Tables of docs/storage.md, from docs/ledger/storages: what a storage loses, beside other ways to the same bytes."""
+"""Tables of docs/storage.md, from docs/ledger/storages: a storage's losses against other ways to the same bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parts(kept: Path, order: Sequence[Subject]) -> dict[str, str]:
     rotated = [form for form in forms if form not in KIVI]
 
     def of_models(head: Sequence[str], say: Say, rows: Iterable[tuple[Sequence[str], Mapping[str, str]]]) -> str:
-        """A row is what stands at its left, and what its lines have in common; `say` writes a cell of them."""
+        """A row is its left cells and the values that all its lines share; `say` writes a cell from these lines."""
         found = [(left, [_where(lines, **common) for lines in every.values()]) for left, common in rows]
         cells = [
             [*left, *(NONE if each.empty else say(each) for each in mine)]

@@ -50,8 +50,8 @@ def story(findings: Findings, left: str, right: str) -> list[str]:
         f"less in {(less.to_numpy() > 0).sum()} of {len(table)} layers.",
         f"{left} loses most in layer {layer} ({table[left][layer]:.0%}); the two differ most in layer {furthest} "
         f"({table[left][furthest]:.0%} and {table[right][furthest]:.0%}).",
-        "This is one prompt, so that nothing says how sure it is, and no paper prints such numbers; next, the same on "
-        "several texts: `kvlab.replay` takes a list of traces and gives intervals over them.",
+        "This is one prompt, so no interval shows how sure the numbers are. No paper prints such numbers. Next, "
+        "measure several texts: `kvlab.replay` takes a list of traces and gives intervals over them.",
     ]
 
 

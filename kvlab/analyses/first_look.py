@@ -84,8 +84,8 @@ def story(result: Replay, results: Replays) -> list[str]:
         f"Of all that is lost the worst tenth of the heads has {most.sum() / by_head.sum():.0%}; head {head} of layer "
         f"{result.trace.layers[layer]} loses {by_head[layer, head]:.0%} of its own.",
         f"Of {len(ordered)} policies {extremes[0]} loses least and {extremes[1]} most.",
-        "This is one prompt, so that nothing says how sure it is, and no paper prints such numbers; next, the same on "
-        "several texts: a list of traces gives intervals over them.",
+        "This is one prompt, so no interval shows how sure the numbers are. No paper prints such numbers. Next, "
+        "measure several texts: a list of traces gives intervals over them.",
     ]
 
 

@@ -182,8 +182,8 @@ def qualities(
     """Measure the losses of the policies, and of those compared with them, on the traces.
 
     Returns:
-        A table with a row for each policy, budget (missing where it has none) and measure: policy, budget, measure,
-        value, low, high, the last three the mean over documents and its 95 % interval.
+        A table with a row for each policy, budget (missing where it has none) and measure. The columns are policy,
+        budget, measure, value, low, high. The last three are the mean over documents and its 95 % interval.
     """
     groups = []
     for name in dict.fromkeys([*names, *REFERENCES]):
@@ -201,11 +201,11 @@ def qualities(
 
 
 def costs(lm: LM, names: Sequence[str], settings: Settings, advance: Advance) -> pd.DataFrame:
-    """Times against transformers' own full cache, which a few policies at a time take turns with.
+    """Time policies against transformers' own full cache, which takes turns with a few policies at a time.
 
     Returns:
-        A table with a row for each policy and each of `COSTS`: policy, metric, ratio, low, high, the last three the
-        median and the extremes over rounds, each run against the plain one of its round.
+        A table with a row for each policy and each of `COSTS`. The columns are policy, metric, ratio, low, high. The
+        last three are the median and the extremes over rounds. Each run is compared with the plain one of its round.
     """
     ids, _ = meters.prompt(lm, settings.tokens)
     plain, rows = Contender(), []

@@ -37,11 +37,11 @@ def tables(lm: LM, tables: str | None = AUTO) -> str | None:
 
 
 def per_head_tables(lm: LM, files: str | Sequence[str] = AUTO) -> dict[int, DecisionTables]:
-    """CompilerKV's tables that were learnt one head at a time, by the budget that each was learnt for.
+    """Load CompilerKV's tables that were learnt one head at a time, by the budget that each was learnt for.
 
     Args:
-        files: what `kvlab compile` wrote, one for each budget; for "auto" those that come with kvlab for this
-            model; an empty text or list stands for none.
+        files: written by `kvlab compile`, one for each budget. "auto" means those that come with kvlab for this model.
+            An empty text or list means none.
 
     Raises:
         KvlabError: a file that does not say for which budget it was learnt, or two for one budget.
@@ -63,8 +63,9 @@ def per_head_tables(lm: LM, files: str | Sequence[str] = AUTO) -> dict[int, Deci
 
 
 def nearest(per_head: Mapping[int, DecisionTables], entries: float) -> DecisionTables | None:
-    """The weights that were learnt for the budget whose ratio to `entries` is nearest to 1, without thresholds, which
-    filled sets do not need; None where none were learnt.
+    """Return the weights learnt for the budget whose ratio to `entries` is nearest to 1; None where none were learnt.
+
+    They have no thresholds, since filled sets do not need them.
     """
     if not per_head:
         return None
@@ -73,8 +74,9 @@ def nearest(per_head: Mapping[int, DecisionTables], entries: float) -> DecisionT
 
 
 def with_shipped(lm: LM, policy: Policy) -> Policy:
-    """The policy with what comes with kvlab for this model, where it was given nothing of its own: compilerkv its
-    tables, duoattention its head scores, qfilters its filters. All others as they are.
+    """Give the policy the data that come with kvlab for this model, where it has none of its own.
+
+    compilerkv gets its tables, duoattention its head scores, and qfilters its filters. All others stay as they are.
 
     Raises:
         KvlabError: kvzap has no surrogate for this model.

@@ -48,7 +48,7 @@ def common_traces(
     names: Sequence[str] = ("quick",),
     chat: str | bool = "auto",
 ) -> list[Trace]:
-    """Traces of requests to summarise, with everything that policies ask for; captured once for all notebooks.
+    """Capture traces of requests to summarise, with everything that policies ask for; once for all notebooks.
 
     Args:
         documents: names, as `kvlab.document` takes them.
@@ -56,7 +56,7 @@ def common_traces(
         new_tokens: length of each greedy response.
         names: the policies that they are for, as `contenders.named` takes them.
         chat: as `kvlab.capture` takes it. False leaves the template out, so that the prompt's last tokens are those of
-            the request; of the template's end, six are what the last eight queries would be of.
+            the request. With a template, six of the last eight queries would be of its end.
     """
     from kvlab.analyses.tasks.contenders import named
     from kvlab.traces import shared

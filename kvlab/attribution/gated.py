@@ -163,8 +163,12 @@ class Block:
     stored: Stored | None  # None where all entries are exact
 
     def logits(self, head: HeadReads, softmax: Softmax) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of what some step reads with the response behind it, `[rows, first + steps]`, of the rest, and of the first
-        as they are stored; None where that is exactly.
+        """Compute the logits of the block's rows, capped where the model caps them.
+
+        Returns:
+            Three tensors. The first covers the response and the prompt entries that some step reads,
+            `[rows, first + steps]`. The second covers the other prompt entries, `[rows, last]`. The third repeats the
+            first with the keys as they are stored; it is None where all entries are exact.
         """
         first = onednn.by_transposed(self.queries, self.keys)
         last = onednn.by_transposed(self.queries, head.keys_last)
@@ -332,7 +336,7 @@ class _Attend(torch.autograd.Function):
                 first.masked_fill_(~block.visible, -torch.inf)
                 first.sub_(sum_full).exp_()
                 last.sub_(sum_full).exp_()
-                # What the policy does not read: a (v - o) . dL/do.
+                # The derivative of an entry that the policy does not read is a (v - o) . dL/do.
                 part_last = last * shown_last
                 lost_last = part_last.sum(0) - (of_exact.T @ last)[0]
                 lost_first = (first * (shown_first - of_exact)).masked_fill_(block.read, 0).sum(0)
@@ -362,14 +366,17 @@ def _rounding(
     shown_stored: Tensor,
     of_policy: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What rounded keys and rounded values have of the gradient, `[first + steps]` each, and dL/do . o of the exact
-    output over what is read, `[rows, 1]`.
+    """Compute the parts that rounded keys and rounded values have in the gradient.
 
     Args:
         first, stored: exact and rounded logits, `[rows, first + steps]`; `stored` is -inf where nothing is read.
         sum_stored: the logarithm of the sum under the rounded softmax.
         shown_exact, shown_stored: v . dL/do of exact and of rounded values.
         of_policy: dL/do . o~, `[rows, 1]`.
+
+    Returns:
+        The parts of the keys and of the values, `[first + steps]` each. Then dL/do . o, `[rows, 1]`, of the output over
+        the same entries if these were exact.
     """
     first = first.masked_fill(~block.read, -torch.inf)
     sum_exact = _logsum(first, block.sinks)

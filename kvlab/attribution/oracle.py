@@ -76,12 +76,12 @@ def oracle_effect(
     points: int = 8,
     chat: str | bool = "auto",
 ) -> Limit:
-    """Sets that cost the response least, as far as effects find them: attributed from a small cache, and improved as
-    long as the measured loss falls.
+    """Search for the sets that cost the response least, guided by the effects of entries.
 
-    A small cache of first and newest entries is attributed, and filled up by effect. The gold sets of
+    The search attributes a small cache of first and newest entries, and fills it up by effect. The gold sets of
     `oracle_attention` are a candidate, too. Each further round keeps the better half of the best sets, attributes from
-    there, and fills up again; after a round that does not help, it keeps more. Greedy: a better set may exist.
+    there, and fills up again. New sets replace the best ones only where the measured loss falls; after a round without
+    such a fall, the next one keeps more. The search is greedy: a better set may exist.
 
     Args:
         lm, text, new_tokens, response, chat: as `kvlab.attribute` takes them.

@@ -56,8 +56,13 @@ class StoredEntries(Probe):
         return Rounding(keys, values, new_keys, new_values, when)
 
     def layers(self, reads: Sequence[Tensor]) -> list[Rounding]:
-        """Of the compressed layers, once the run has ended, as far as a step reads entries: what a step does not read
-        is exact where it is put back.
+        """Return the rounding of each compressed layer, once the run has ended.
+
+        Here a step finds an entry rounded only if it reads the entry. An entry that a step does not read is exact where
+        it is put back.
+
+        Args:
+            reads: for each layer, which entries each step reads.
         """
         found = (self._found[layer] for layer in self._layers)
         pairs = zip(found, reads, strict=True)

@@ -54,10 +54,11 @@ def entry_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 
 def of_prompt(config: PreTrainedConfig, tokens: int, dtype: torch.dtype, batch: int = 1) -> Need:
-    """The memory to prefill a prompt in a live session, or to capture it: an upper bound for models whose layers all
-    attend to the whole past, and whose policy looks at no more than a window of queries or at their sums.
+    """Estimate the memory to prefill a prompt in a live session, or to capture it.
 
-    The prompt goes through the model in one piece. A capture of a long one goes in chunks and needs less.
+    The estimate is an upper bound for models whose layers all attend to the whole past. The policy must look at no more
+    than a window of queries, or at their sums. The prompt goes through the model in one piece. A capture of a long one
+    goes in chunks and needs less.
     """
     of_model, text = geometry(config), config.get_text_config()
     hidden = text.hidden_size

@@ -198,12 +198,12 @@ def measure(
     batch: int = 1,
     advance: Callable[[str, int], None] = lambda *_: None,
 ) -> pd.DataFrame:
-    """Run one task: a tidy table, one row for each contender, context and metric.
+    """Run one task and return a tidy table, with one row for each contender, context and metric.
 
     `value` is the median of the repetitions, `low` and `high` are their extremes. `ratio` is this median over that of
     the contender `against`; `ratio_low` and `ratio_high` are the extremes of the ratios within one round. A run that
-    does not fit into the GPU's memory has nan; where torch does not count a GPU's peak memory, the table has no rows of
-    it. `attrs` says what the table was measured on.
+    does not fit into the GPU's memory has nan. The table has no rows of a GPU's peak memory where torch does not count
+    it. `attrs` describes the model, the device and the versions.
 
     Args:
         chosen: as from `contenders`, the full cache among them.

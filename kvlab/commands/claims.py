@@ -29,10 +29,9 @@ WIDE = 140
 
 
 def show(ledger: list[Entry]) -> None:
-    """The claims that were measured, then the timings with their machine, then how many findings of each paper stand
-    where; checks are counted apart.
+    """Print the measured claims, the timings with their machine, and each paper's findings counted by verdict.
 
-    Of several models each has a column, and counts of its own.
+    Checks are counted apart. With several models, each has a column and counts of its own.
     """
     from rich.console import Console
 
@@ -48,7 +47,7 @@ def show(ledger: list[Entry]) -> None:
 
 
 def count(ledger: list[Entry]) -> None:
-    """How many findings of each paper stand where, on each model."""
+    """Print how many findings of each paper have which verdict, on each model."""
     from rich.console import Console
 
     from kvlab.workbench.report.ledger import by_model
@@ -79,7 +78,7 @@ def _claims_and_timings(ledger: list[Entry], drawn: Callable[[list[Entry], str],
 
 
 def _claims(title: str) -> Table:
-    """A table that begins with where a claim stands, what it says, and the paper's number."""
+    """A table whose first columns are a claim's place in the paper, its summary, and the paper's number."""
     from rich import box
 
     table = titled(title=title, title_style="bold", box=box.SIMPLE_HEAD, expand=True)
@@ -194,6 +193,6 @@ def _stacked(text: str) -> str:
 
 
 def _number_of(tally: Tally, state: str, none: str = "·", narrow: bool = False) -> str:
-    """How many findings stand so, and below it how many of them wait for the full profile."""
+    """The number of findings in a state, and below it the number of those that wait for the full profile."""
     waiting = tally.waiting(state)
     return str(tally.findings[state] or none) + (f"\n{_stacked(waiting) if narrow else waiting}" if waiting else "")

@@ -22,9 +22,10 @@ LEARNT = "Learn what policies need"
 
 
 @app.command(
-    epilog="Examples:   kvlab attribute snapkv --budget 64 --document sotu/1962 --tokens 800   |   "
-    "kvlab attribute h2o --budget 0.1 --document my.txt --out why   |   "
-    "kvlab attribute snapkv --budget 128 --document my.txt --response 'The total is 42.'"
+    epilog="Examples:\n"
+    "  kvlab attribute snapkv --budget 64 --document sotu/1962 --tokens 800\n"
+    "  kvlab attribute h2o --budget 0.1 --document my.txt --out why\n"
+    "  kvlab attribute snapkv --budget 128 --document my.txt --response 'The total is 42.'"
 )
 def attribute(
     policy: Annotated[str, typer.Argument(help="A policy that evicts or selects: `kvlab list policies`.")],
@@ -92,10 +93,12 @@ def attribute(
 
 
 @app.command(
-    epilog="Examples:   kvlab bench decode   |   kvlab bench decode --policies all --budget 256,512 "
-    "--contexts 4000   |   kvlab bench decode --policies snapkv --probes entropy,bytes   |   "
-    "kvlab bench prefill --out prefill.csv   |   "
-    "kvlab bench memory --shape llama-3.1-8b --layers 2 --contexts 1000,16000"
+    epilog="Examples:\n"
+    "  kvlab bench decode\n"
+    "  kvlab bench decode --policies all --budget 256,512 --contexts 4000\n"
+    "  kvlab bench decode --policies snapkv --probes entropy,bytes\n"
+    "  kvlab bench prefill --out prefill.csv\n"
+    "  kvlab bench memory --shape llama-3.1-8b --layers 2 --contexts 1000,16000"
 )
 def bench(
     task: Annotated[str, typer.Argument(help="What to measure: decode, prefill or memory.")],

@@ -22,10 +22,11 @@ app = typer.Typer()
 
 @app.command(
     "eval",
-    epilog="Examples:   kvlab eval needle --policies snapkv,streamingllm --budgets 64,256   |   "
-    "kvlab eval ruler --limit 13 -p 'lengths=[1000]'   |   "
-    "kvlab eval math --data MATH500.jsonl --policies h2o,morphkv --budgets 256   |   "
-    "kvlab eval longbench --data FOLDER --policies all --budgets 0.2 --compress-at context",
+    epilog="Examples:\n"
+    "  kvlab eval needle --policies snapkv,streamingllm --budgets 64,256\n"
+    "  kvlab eval ruler --limit 13 -p 'lengths=[1000]'\n"
+    "  kvlab eval math --data MATH500.jsonl --policies h2o,morphkv --budgets 256\n"
+    "  kvlab eval longbench --data FOLDER --policies all --budgets 0.2 --compress-at context",
 )
 def eval_(
     names: Annotated[
@@ -89,8 +90,8 @@ def eval_(
 ) -> None:
     """Run tasks with policies and budgets on a live model. The same command continues a run that was stopped.
 
-    Where kvlab brings what a policy wants to have measured on the model, compilerkv's tables and duoattention's head
-    scores, it is used.
+    kvlab has measurements of some models: compilerkv's tables and duoattention's head scores. Where it has them for the
+    model, it uses them.
     """
     without = extras.missing()
     if without and log:

@@ -38,9 +38,13 @@ def new(
 
 
 @app.command(
-    epilog="Examples:   kvlab add policy mine   |   kvlab add task riddles   |   kvlab add notebook first_try   "
-    "|   kvlab add notebook scores --tasks   |   kvlab add claim mypaper.table1.gain   "
-    "|   kvlab add experiment evict_or_quantise"
+    epilog="Examples:\n"
+    "  kvlab add policy mine\n"
+    "  kvlab add task riddles\n"
+    "  kvlab add notebook first_try\n"
+    "  kvlab add notebook scores --tasks\n"
+    "  kvlab add claim mypaper.table1.gain\n"
+    "  kvlab add experiment evict_or_quantise"
 )
 def add(
     kind: Annotated[str, typer.Argument(metavar="WHAT", help="policy, claim, notebook, task or experiment.")],

@@ -44,11 +44,11 @@ class MarginalSettings(Parameters):
 
     Attributes:
         budgets: entries for each layer and KV head; a table is learnt for each.
-        lengths: tokens of the prompts, taken in turn.
+        lengths: tokens of the prompts, used in turn.
         new_tokens: greedy tokens whose attention makes the reward.
-        weights: actions on a head; holds the neutral 1.
-        level: a weight other than 1 is taken where its gain is clear: at this false discovery rate among all heads and
-            weights of a table (Benjamini and Hochberg).
+        weights: actions on a head; the neutral 1 is among them.
+        level: the false discovery rate among all heads and weights of a table (Benjamini and Hochberg). A table has a
+            weight other than 1 only where its gain is clear at this rate.
         window, utility_window, kernel: the policy's.
         seed: for the places of prompts in their documents.
     """
@@ -194,14 +194,14 @@ def measure(
     """Try every weight of every head alone on every prompt.
 
     Args:
-        prompts: in the format and of the length of those that the tables are for, each named like the document that it
-            came from (`sotu/1867[0:1200]`). Texts that kvlab evaluates on are refused.
-        journal: a JSONL file that keeps what was measured; with it a run that was cut off goes on where it stopped.
+        prompts: in the format and of the length of those that the tables are for. Each is named like the document that
+            it came from (`sotu/1867[0:1200]`). kvlab refuses texts that it evaluates on.
+        journal: a JSONL file of the results. With it, a run that was cut off goes on where it stopped.
         advance: called with a label, the prompts done so far, and how many there are.
 
     Raises:
-        KvlabError: no prompts, prompts that overlap with evaluations or fit a budget, a journal that is damaged or that
-            another process writes, or a model without tokenizer.
+        KvlabError: there are no prompts, a prompt overlaps with evaluations or fits a budget, or the model has no
+            tokenizer. Or the journal is damaged, or another process writes it.
     """
     lm.require_tokenizer("nothing can be learnt from texts")
     checked(prompts)

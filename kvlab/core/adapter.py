@@ -109,8 +109,9 @@ class StoreCache(Cache):
         super().__init__(layers=compressed if model is None else arrange_layers(model, layout_of(model), compressed))
 
     def transient(self) -> StoreCache:
-        """A cache for one forward pass on top of these entries, of which nothing stays: each layer joins what is stored
-        and what is new for the time of its own attention, so that no second cache is ever made.
+        """Return a cache for one forward pass on top of these entries; nothing of that pass stays.
+
+        Each layer joins its stored and its new entries only while it attends. So no second cache is ever made.
         """
         copied = copy.copy(self)
         copied.layers = [

@@ -20,8 +20,8 @@ from kvlab.core.softmax import Scaling, Softmax
 
 CHUNK = 256
 BLOCK = 128  # queries; fewer make too many operations, more compute what is masked
-# The kernel behind PyTorch's own fused attention on a CPU, which also gives the logarithms of the sums under the
-# softmaxes `[batch, heads, n]`; None where a PyTorch has none.
+# The kernel behind PyTorch's own fused attention on a CPU. It also returns the logarithms of the sums under the
+# softmaxes, `[batch, heads, n]`. FUSED is None where a PyTorch lacks the kernel.
 FUSED = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
@@ -186,11 +186,12 @@ def _takes_blocks(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
 def _attend_by_blocks(
     queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, gathered: Tensor | None = None
 ) -> Tensor:
-    """The output of `n` last arrivals, a block of queries and a KV head at a time, by oneDNN's products: PyTorch's
-    fused kernel multiplies by MKL (`core/onednn.py`), and takes up to twice as long where that is slow.
+    """Compute the output of `n` last arrivals by oneDNN's products, a block of queries and a KV head at a time.
+
+    PyTorch's fused kernel multiplies by MKL (`core/onednn.py`), and takes up to twice as long where that is slow.
 
     Args:
-        gathered: `[batch, heads, length]`, to which the weights of all queries are added, where they are asked for.
+        gathered: `[batch, heads, length]`, or None. The weights of all queries are added to it.
     """
     batch, heads, n, head_dim = queries.shape
     kv_heads, length = keys.shape[1], keys.shape[2]
@@ -216,9 +217,10 @@ def _attend_by_blocks(
 
 
 def _attend_past_and_own(queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
-    """The output where `n` queries come after others: over what came before, which all of them see, and causally over
-    what came with them, put together by the sums under their softmaxes. It needs no mask of n x length, which costs a
-    fused kernel a quarter of its time.
+    """Compute the output where `n` queries come after others, from two parts: the past and their own tokens.
+
+    All queries see the whole past; over their own tokens attention is causal. The sums under the two softmaxes join the
+    parts. This needs no mask of n x length, which costs a fused kernel a quarter of its time.
     """
     assert FUSED is not None, "the caller has asked"
     n, heads, scale = queries.shape[-2], queries.shape[-3], softmax.scale(queries.shape[-1])

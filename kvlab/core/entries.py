@@ -368,8 +368,9 @@ class Rounded(AsIs):
 
 
 class Int8(Rounded):
-    """Whole numbers from -127 to 127, and for every key and every value a step of its own in float16: the vector's
-    largest magnitude / 127, rounded up, so that no number is off by more than half a step.
+    """Whole numbers from -127 to 127, and for every key and every value a step of its own in float16.
+
+    The step is the vector's largest magnitude / 127, rounded up: no number is off by more than half a step.
     """
 
     def rounded(self, name: str, x: Tensor) -> dict[str, Tensor]:
@@ -383,8 +384,10 @@ class Int8(Rounded):
 
 
 class Fp8(Rounded):
-    """8-bit floats (e4m3), and for the keys and for the values of each head a scale in float32: their largest magnitude
-    when the prompt has been compressed / 448. What comes later and is larger becomes the largest that there is.
+    """8-bit floats (e4m3), and a scale in float32 for the keys and for the values of each head.
+
+    The scale is their largest magnitude / 448 when the prompt has been compressed. A larger number that comes later is
+    clamped to the largest that there is.
     """
 
     LARGEST = 448.0

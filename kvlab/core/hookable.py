@@ -28,8 +28,8 @@ NORMS = ("q_norm", "q_layernorm")
 LINEAR = 0.02
 OUTPUTS = ("o_proj", "out_proj", "dense", "wo")
 KNOWN = (
-    "kvlab hooks attention that goes through transformers' attention interface and has a q_proj or a qkv_proj, as "
-    "in Llama, Mistral, Qwen, Phi-3 and Gemma, and latent attention as in DeepSeek-V3"
+    "kvlab hooks attention through transformers' attention interface with a q_proj or qkv_proj (as in Llama, Mistral, "
+    "Qwen, Phi-3, Gemma), and latent attention (as in DeepSeek-V3)"
 )
 
 
@@ -40,14 +40,13 @@ def text_config(model: nn.Module) -> PretrainedConfig:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The attention modules that a policy compresses, by layer; `layer_idx` of each is its number in the model.
+    """Return the attention modules that a policy compresses, by layer; `layer_idx` is a layer's number in the model.
 
-    These are the layers that attend to the whole past, and all of a model whose layers all see a window.
+    These are the layers that attend to the whole past. In a model whose layers all see a window, they are all layers.
 
     Raises:
-        KvlabError: where such a layer cannot be hooked (no attention, no attention interface, no query projection,
-            latent attention of another form), naming what is in the way, or where there is no such layer; nothing has
-            run by then.
+        KvlabError: such a layer cannot be hooked, or there is none; nothing has run by then. The message names the
+            obstacle: no attention, no attention interface, no query projection, or latent attention of another form.
     """
     config = text_config(model)
     kind = type(model).__name__
@@ -220,9 +219,11 @@ def softmax_of(module: nn.Module) -> Softmax:
 
 
 def projections_of(modules: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
-    """The output projections of attention modules, `[hidden, heads x head_dim]` each: the model's own weights, without
-    their biases, which no token changes; None where one is more than a matrix in memory (an adapter, quantised or
-    offloaded weights), or where it follows on the values' expansion of latent attention.
+    """Return the output projections of attention modules, `[hidden, heads x head_dim]` each.
+
+    They are the model's own weights. Biases are left out, since no token changes them. The result is None where a
+    projection is more than a matrix in memory (an adapter, quantised or offloaded weights). It is also None where one
+    follows on the values' expansion of latent attention.
     """
     if any(map(is_latent, modules)):
         return None
@@ -328,8 +329,10 @@ def devices_of(model: nn.Module) -> list[torch.device]:
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model in what wraps one: a compiled module, an adapter, DataParallel, a module or an object of
-    one's own with a `model` or a `module`; what is no such wrapper comes back as it is.
+    """Return the transformers model inside a wrapper; anything else comes back as it is.
+
+    A wrapper is a compiled module, an adapter, DataParallel, or a user's own module or object with a `model` or a
+    `module`.
 
     Raises:
         KvlabError: a wrapper of several models.

@@ -129,13 +129,13 @@ class _Hooked:
     inputs: list[Tensor] = field(default_factory=list)
 
 
-# Only modules inside an open `hooked` block are in here; a module, unlike a thread or a context, is what the
-# attention function is given, so generation in another thread finds its handler too.
+# Only modules inside an open `hooked` block are in here. The attention function receives its module, but no thread and
+# no context. So generation in another thread finds its handler too.
 _hooked: WeakKeyDictionary[nn.Module, _Hooked] = WeakKeyDictionary()
 
 
-# The attention implementation of layers that are not compressed, by the id of the configuration that stands in for
-# the model's own while it is hooked; it is what their masks are made for.
+# The attention implementation of layers that are not compressed: their masks are made for it. The key is the id of the
+# configuration that replaces the model's own while it is hooked.
 _own_attention: dict[int, str | None] = {}
 
 
@@ -179,8 +179,11 @@ def _unexpanded(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mask(attention_mask: Tensor | None = None, **more: Any) -> Tensor | None:
-    """For compressed layers which tokens are padding, `[batch, length]`; for those left alone, whose masks are told a
-    window or a chunk, what their own attention takes; for a model with a sparse indexer what that takes.
+    """Make the mask that transformers asks for.
+
+    For compressed layers it is `[batch, length]`, 0 for padding, or None where nothing is padded. Layers left alone
+    have masks with a window or a chunk: they get the form of their own attention. In a model with a sparse indexer, the
+    mask has the form that the indexer takes.
     """
     if getattr(more.get("config"), "index_topk", None):
         return MASKS["sdpa"](attention_mask=attention_mask, **more)
@@ -211,8 +214,10 @@ def shortest_window(model: nn.Module) -> int | None:
 
 
 def check_length(model: nn.Module, length: int) -> None:
-    """Refuse a sequence that a compressed layer would not see as a whole (a shorter sliding window or attention chunk),
-    which is so only in models without any layer that attends to the whole past.
+    """Refuse a sequence that a compressed layer would not see as a whole.
+
+    Such a layer has a shorter sliding window or attention chunk. This happens only in models without any layer that
+    attends to the whole past.
     """
     for layer, window in windows_of(model).items():
         if window < length:
@@ -224,14 +229,13 @@ def check_length(model: nn.Module, length: int) -> None:
 
 @contextmanager
 def hooked(model: nn.Module, handler: Handler, pre_rope: bool = True, hidden: bool = False) -> Iterator[None]:
-    """While the block runs, every compressed layer of `model` hands its `Call` to `handler` and uses what that returns;
-    the other layers go on as they were.
+    """Have every compressed layer of `model` hand its `Call` to `handler` while the block runs, and use the result.
 
-    The model leaves the block as it came, also after an exception.
+    The other layers go on as they were. The model leaves the block as it came, also after an exception.
 
     Args:
         pre_rope: whether calls hold the queries before RoPE too, which costs a forward hook in each layer.
-        hidden: whether they hold what the layers' projections were given, which costs another.
+        hidden: whether calls hold the inputs of the layers' projections, which costs another hook in each layer.
     """
     modules = layers_of(model)
     busy = [m for m in modules if m in _hooked]

@@ -275,7 +275,7 @@ class Kivi:
         if seen < self._next:
             return
         positions = self.new.read(POSITIONS)
-        # In the order of arrival: what stands behind a newer one waits for it.
+        # Entries are rounded in the order of arrival: one that lies behind a newer entry waits for it.
         older = (positions != EMPTY) & (positions < seen - self.residual)
         ready = older.int().cumprod(-1).sum(-1).flatten().tolist()
         # A token that comes makes one older at most.

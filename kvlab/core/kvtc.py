@@ -307,8 +307,10 @@ class Transformed(Rounded):
         return super().allocated_bytes + sum(x.nbytes for x in self.exact.values())
 
     def _written(self, name: str) -> int:
-        """Bytes of the keys or the values: codes and gains, where DEFLATE writes one byte of all entries after the
-        other, or as they are packed where that is less; and first tokens as they are.
+        """Count the bytes of the keys or of the values.
+
+        DEFLATE compresses codes and gains: the first byte of all entries, then the second, and so on. Where the packed
+        bytes are fewer, these count. First tokens count as they are.
         """
         if not self.slots.total or not self.slots.tensors[name].shape[-1]:
             return 0

@@ -62,7 +62,7 @@ class Expansion:
             queries: the same after RoPE.
         """
         at = queries.shape[-1] - self.width
-        # What is not turned tells whether the layer has scaled its queries since.
+        # The channels that RoPE leaves alone show whether the layer has scaled its queries since.
         scale = queries[..., :at].float().norm() / projected[..., :at].float().norm().clamp_min(1e-30)
         turned = _reordered(projected[..., at:], queries[..., at:]) * scale.to(queries.dtype)
         return self.queries(torch.cat([queries[..., :at], turned], -1))
@@ -81,8 +81,9 @@ class Expansion:
 
 
 def _reordered(before: Tensor, after: Tensor) -> Tensor:
-    """Channels before RoPE in the order in which they come out of it: some layers take neighbours as pairs, and put out
-    the first ones of all pairs and then the second ones.
+    """Return channels before RoPE in the order in which they come out of it.
+
+    Some layers pair neighbours, and put out the first channels of all pairs and then the second ones.
     """
     apart = torch.cat([before[..., ::2], before[..., 1::2]], -1)
     return apart if _changed(apart, after) < _changed(before, after) else before

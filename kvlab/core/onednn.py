@@ -88,8 +88,9 @@ _inputs_alone = contextvars.ContextVar("kvlab_inputs_alone", default=False)
 
 @contextlib.contextmanager
 def input_gradients(model: torch.nn.Module) -> Iterator[None]:
-    """While the block runs, gradients go to what the model is fed and not to its weights, and oneDNN makes those of
-    linear layers, too; none of them can be differentiated again.
+    """Send gradients to the model's inputs and not to its weights, while the block runs.
+
+    oneDNN computes the gradients of linear layers, too. None of them can be differentiated again.
     """
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     token = _inputs_alone.set(True)
@@ -120,8 +121,8 @@ class _Differentiable(torch.autograd.Function):
 def use_onednn(model: torch.nn.Module, onednn: bool | None = None) -> None:
     """Have oneDNN multiply in the linear layers of `model`, in place.
 
-    Weights stay what and where they are, so that saving, moving and tying them work as before; but the layers' class is
-    another, which whoever looks for torch's own by type does not find.
+    Weights stay the same objects in the same places: saving, moving and tying them work as before. But the layers get
+    another class. Code that looks for exactly torch's own class does not find them.
 
     Args:
         onednn: True or False, whatever KVLAB_ONEDNN says; None asks `wanted`.
@@ -144,8 +145,8 @@ def use_onednn(model: torch.nn.Module, onednn: bool | None = None) -> None:
 def fold_rows(head: torch.nn.Module | None) -> None:
     """Have a model's output layer multiply all bfloat16 rows that it is given as one matrix.
 
-    torch does so where the strides of a batch say that its rows follow each other, and not for the last rows of longer
-    texts, `hidden[:, -n:]`, not even of a single text: on a CPU the product then takes fifty times as long.
+    torch does so where the strides of a batch say that its rows follow each other. It does not for the last rows of
+    longer texts, `hidden[:, -n:]`, not even of a single text. The product then takes fifty times as long on a CPU.
     """
     if head is not None:
         head.register_forward_pre_hook(_folded)
@@ -156,8 +157,10 @@ def _folded(head: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[to
 
 
 def libraries(model: torch.nn.Module) -> dict[str, str]:
-    """The library that multiplies in float32 on a CPU, "oneDNN" or "torch": in the linear layers of `model`, which was
-    settled when it was loaded, and in kvlab's attention.
+    """Name the library that multiplies in float32 on a CPU, "oneDNN" or "torch".
+
+    "layers" is the one in the linear layers of `model`, chosen when the model was loaded. "attention" is the one in
+    kvlab's attention.
     """
     layers = any(isinstance(module, OneDNNLinear) for module in model.modules())
     return {name: "oneDNN" if so else "torch" for name, so in (("layers", layers), ("attention", wanted()))}

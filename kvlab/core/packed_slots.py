@@ -235,7 +235,7 @@ class PackedSlots:
             if start + count + n <= region + self._rooms[head]:
                 continue
             if count + n <= self._rooms[head]:
-                # What was evicted near the front left room there.
+                # Entries that were evicted near the front left room there.
                 self._move(start, count, region - start)
                 self._starts[head] = region
             else:

@@ -44,7 +44,7 @@ def stored_bytes(weight: Tensor) -> int:
 
 
 def _of_state(owner: object, name: str) -> list[Any]:
-    """What the state of a 4-bit weight holds; its scales may have a state, too."""
+    """Return the values in a 4-bit weight's state; its scales may have a state, too."""
     state = getattr(owner, name, None)
     return [] if state is None else [*vars(state).values(), *_of_state(state, "state2")]
 
@@ -81,7 +81,7 @@ def check_gradients(model: nn.Module, asker: str) -> None:
 
 
 def _without_gradient(module: nn.Module, width: int, dtype: torch.dtype, place: torch.device) -> str | None:
-    """What is wrong with the gradient of a linear layer; None where it is right."""
+    """Describe the fault in the gradient of a linear layer; None where it is right."""
     # Eighths of -4 .. 3 are the same in every type.
     row = (torch.arange(width, device=place) % 8 - 4) / 8
     with torch.inference_mode(False), outside_autocast(place):

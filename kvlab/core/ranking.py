@@ -68,8 +68,8 @@ def compacted(values: Tensor, chosen: Tensor, n: int) -> Tensor:
 
 
 def _reaching_by_numpy(scores: Tensor, k: int | Tensor, widest: int) -> Tensor | None:
-    # NumPy selects by vector instructions, three to ten times faster than `torch.topk`; few and short calls, since this
-    # is asked for in every layer of every step.
+    # NumPy selects by vector instructions, three to ten times faster than `torch.topk`. The calls are few and short,
+    # since every layer of every step runs them.
     length = scores.shape[-1]
     table = scores.detach().numpy().reshape(-1, length)
     if isinstance(k, Tensor):

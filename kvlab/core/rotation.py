@@ -109,8 +109,10 @@ def candidates(model: nn.Module) -> Iterator[Rotation]:
 
 
 def changes_within(model: nn.Module, length: int) -> bool:
-    """Whether a model turns the tokens of a sequence of this length otherwise when they come a part at a time: its
-    tables are made for the longest position so far (dynamic NTK, LongRoPE), and this is beyond the first ones.
+    """Return whether a model turns the tokens of so long a sequence differently when they come in parts.
+
+    Such a model makes its tables for the longest position so far (dynamic NTK, LongRoPE), and `length` is beyond the
+    first tables.
     """
     config = cast(Any, model).config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or {}

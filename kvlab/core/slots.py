@@ -21,8 +21,10 @@ def padded(slots: Tensor) -> bool:
 
 
 def on_cpu(slots: Tensor) -> Tensor:
-    """Slots or positions `[..., n]` on the CPU. Of those of a GPU the last columns go that stand for none in any row:
-    to know earlier how many there are would have meant to wait for it.
+    """Copy slots or positions `[..., n]` to the CPU.
+
+    A copy from a GPU loses the last columns that are empty in every row. To count them earlier would have meant to wait
+    for the GPU.
     """
     if slots.is_cpu:
         return slots
@@ -39,7 +41,7 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     return _apart(tuple(n - first for n in numbers), device) + first
 
 
-# What stays may be differentiated by a later user, of which an inference tensor cannot be part.
+# A later caller may differentiate with the cached tensor, which must not be an inference tensor then.
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)
 def _apart(numbers: tuple[int, ...], device: torch.device) -> Tensor:
@@ -52,8 +54,9 @@ def pick(tensor: Tensor, slots: Tensor) -> Tensor:
 
 
 class Picking:
-    """Takes the same slots `[rows, kv_heads, n]` out of one tensor after the other, as `pick`: those that lie alike in
-    memory, as keys and values do, share an index.
+    """Takes the same slots `[rows, kv_heads, n]` out of one tensor after the other, as `pick` does.
+
+    Tensors with the same layout in memory, such as keys and values, share an index.
     """
 
     def __init__(self, slots: Tensor):
@@ -78,8 +81,12 @@ class Picking:
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def firsts(rows: int, heads: int, row: int, head: int, device: torch.device) -> Tensor:
-    """What lies before each head's first slot, int64 `[rows, heads, 1]`, to be read, where so much lies from one row or
-    head to the next. It stays the same until a store grows, and is asked for at every step of every layer.
+    """Return the number of slots before each head's first one, int64 `[rows, heads, 1]`; only to be read.
+
+    It is cached, since it stays the same until a store grows and every layer needs it at every step.
+
+    Args:
+        row, head: slots from one row, or from one head, to the next.
     """
     first = torch.arange(rows, device=device)[:, None] * row + torch.arange(heads, device=device) * head
     return first[..., None]
@@ -99,8 +106,9 @@ def blank(name: str) -> int:
 
 
 def as_numpy(tensor: Tensor):
-    """A view of a tensor on the CPU as a NumPy array, in which a stretch may be moved into one that overlaps it, which
-    PyTorch does only by way of a copy.
+    """Return a view of a tensor on the CPU as a NumPy array.
+
+    NumPy can move a stretch into one that overlaps it; PyTorch needs a copy for that.
     """
     # NumPy knows no bfloat16.
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

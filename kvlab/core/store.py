@@ -64,7 +64,7 @@ class LayerStore:
         self.layers: tuple[int, ...] = (0,) * rows
         self._entries: Entries = self._held(AsIs.of(keys, values, positions), AS_IS)
         # Columns, and fusion counts once something is merged. They are as long as the fullest head, and blank where a
-        # head has no entry: what a policy writes into them must not be a copy.
+        # head has no entry. A policy writes into them, so it must not get copies.
         self._aux: DenseSlots | None = None
         self.storage: Storage = AS_IS
         self.guard: str | None = None
@@ -112,7 +112,7 @@ class LayerStore:
         """Whether a policy has seen the prompt to its end and has set the budget."""
         return self._budget is not None
 
-    # ------------------------------------------------------------------ in what form entries are held
+    # ------------------------------------------------------------------ the form of the stored entries
 
     def set_storage(self, storage: Storage) -> None:
         """Hold keys and values in this form, what is there and what will come; what is in it is not rounded again.

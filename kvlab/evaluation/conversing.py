@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvlab.evaluation.planning import CompressAt, System
     from kvlab.inputs.models import LM
 
-# What the model is said to have answered while the text between two turns is found; no template changes it.
+# A made-up answer, with which kvlab finds the text between two turns; no template changes it.
 _ANSWER = "AnswerOfTheModel"
 
 

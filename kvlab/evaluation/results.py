@@ -135,8 +135,10 @@ def summary(answers: Sequence[Answer], by: str | None = None) -> pd.DataFrame:
 
 
 def lengths(answers: Sequence[Answer]) -> pd.DataFrame:
-    """One row for each task, policy, budget and storage: tokens of an answer, how many more than the full cache's on
-    the same examples (`longer`), the share without a box, and how far answers repeat themselves.
+    """Average the length of answers: one row for each task, policy, budget and storage.
+
+    `tokens` is the mean length of an answer. `longer` is its mean excess over the full cache's answer to the same
+    example. `unboxed` is the share of answers without a box. `repetition` is how far answers repeat themselves.
 
     answers: of tasks that score `repetition` and `answered`.
     """
@@ -179,8 +181,10 @@ def by_turn(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
 
 
 def decline(answers: Sequence[Answer]) -> pd.DataFrame:
-    """One row for each policy, budget, storage and moment: how the mean score of the later turns differs from that of
-    the first turn (below 0: it declines), with its 95 % interval over contexts, in which both are paired.
+    """Compare later turns with the first one: one row for each policy, budget, storage and `compress_at`.
+
+    `decline` is the mean score of the later turns less that of the first turn; below 0, the score declines. `low` and
+    `high` are its 95 % interval over contexts, each of which pairs the two.
 
     answers: of one mode, with the mark `turn` (see `by_turn`).
     """

@@ -2,8 +2,8 @@
 
 The harness (0.4.13) knows the models that it brings and those that were registered in its process. Once this module is
 imported, `lm_eval.simple_evaluate(model="kvlab", ...)` finds the model, and `kvlab lm-eval` imports it before it hands
-its arguments to the harness's own command. A later release, which looks for entry points (its pull request 4013), finds
-the model by kvlab's own without either.
+its arguments to the harness's own command. A later release looks for entry points (its pull request 4013), and finds
+kvlab's own without either.
 """
 
 

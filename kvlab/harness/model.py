@@ -42,9 +42,9 @@ class KvlabLM(TemplateLM):
     `kvlab.harness` is imported); one that was made by hand can be given as `model=`, too.
 
     Args:
-        pretrained: name, folder, GGUF file or Hugging Face id, or what `kvlab.load` gives.
+        pretrained: name, folder, GGUF file or Hugging Face id, or a model that `kvlab.load` returned.
         policy, budget: as `kvlab.policy` takes them; further `parameters` are the policy's own.
-        storage: in what form what is kept is stored (`kvlab list storages`).
+        storage: the form in which kept entries are stored (`kvlab list storages`).
         compress_at: "prompt" compresses a response's prompt after all of it was read, "context" all but the question.
         question: the text that a question begins with, for compress_at="context"; None for the last token alone.
         rolling_chunk: how many tokens of a rolling likelihood are read after each compression, at least 2.
@@ -52,10 +52,10 @@ class KvlabLM(TemplateLM):
         device, dtype: as `kvlab.load` takes them.
         batch_size: how many sequences take their decoding steps together; each is prefilled and compressed alone. With
             "auto" `kvlab.live.decode_batch.TOGETHER` of them.
-        max_batch_size: at most so many with "auto".
+        max_batch_size: the most sequences in a batch with "auto".
 
     Raises:
-        KvlabError: an argument that there is not, or whose value is not right; a model without tokenizer.
+        KvlabError: an unknown argument, a wrong value, or a model without tokenizer.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class KvlabLM(TemplateLM):
                 f"a continuation has {len(continuation)} tokens, which is beyond the {self.max_length} that "
                 f"{self.lm.name} takes"
             )
-        # The last token of a continuation is told, and never fed.
+        # The last token of a continuation is predicted and never fed, so one token more fits.
         context, cut = self._fitting(context, self.max_length + 1 - len(continuation))
         return Continued(context, continuation, self._compressed(texts[0], cut))
 
@@ -255,7 +255,7 @@ class KvlabLM(TemplateLM):
         return found
 
     def _said(self, requests: Sequence[Any]) -> Iterator[str]:
-        """The responses; requests that follow each other and are to be answered in one way go together."""
+        """Yield the responses. Neighbouring requests with the same generation arguments go together."""
         for asked, alike in groupby(requests, key=lambda request: request.args[1]):
             wanted = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
             until = [each for each in cast("list[Any]", wanted.pop("until")) if each]
@@ -297,8 +297,8 @@ class KvlabLM(TemplateLM):
         cut = max(0, len(tokens) - room)
         if cut and not self._cut:
             LOG.warning(
-                "a request has %d tokens more than fit into the %d of %s: it loses its beginning, as in the harness's "
-                "own models; the results count such requests",
+                "%d tokens of a request do not fit into the %d of %s. The request loses its beginning, as in the "
+                "harness's own models. The results count such requests.",
                 cut,
                 self.max_length,
                 self.lm.name,
@@ -307,8 +307,9 @@ class KvlabLM(TemplateLM):
         return tokens[cut:], cut
 
     def _compressed(self, text: str, cut: int) -> int | None:
-        """How many tokens of a text lie wholly before its question, but for the `cut` first ones; None for all but the
-        last, where no question is distinguished.
+        """Count the tokens of a text that lie wholly before its question, without the first `cut` ones.
+
+        None where no question is distinguished: then all tokens but the last are compressed.
         """
         start = self._moment.start(text)
         if start is None:
@@ -325,7 +326,7 @@ class KvlabLM(TemplateLM):
 
 
 def _means(held: Sequence[Held | None]) -> dict[str, float]:
-    """The number of requests, of those of them in which anything was compressed, and the means over these."""
+    """The number of requests, the number in which anything was compressed, and the means over the latter."""
     read = [asdict(each) for each in held if each is not None]
     found: dict[str, float] = {"requests": len(held), "compressed_requests": len(read)}
     for name in read[0] if read else ():

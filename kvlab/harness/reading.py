@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 
 class Continued(NamedTuple):
-    """A continuation and the context before it, at least one token each; `compressed`: how many tokens of the context
-    are compressed, None for all but the last.
+    """A continuation and the context before it, of at least one token each.
+
+    `compressed`: how many tokens of the context are compressed; None for all but the last.
     """
 
     context: Sequence[int]
@@ -42,9 +43,9 @@ class Continued(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A prompt, of which the first `compressed` tokens are compressed before the rest is fed; where these are all of
-    them, the first token of the response comes from the prefill, as in `kvlab eval`.
+    """A prompt whose first `compressed` tokens are compressed before the rest is fed.
 
+    If all tokens are compressed, the first token of the response comes from the prefill, as in `kvlab eval`.
     `over`: whether a response ends with these tokens.
     """
 
@@ -61,7 +62,7 @@ class Reader:
             goes on alone.
 
     Raises:
-        KvlabError: a model, a policy and a storage that do not go together; no batch.
+        KvlabError: the model, the policy and the storage do not go together, or the batch is below 1.
     """
 
     def __init__(self, lm: LM, policy: Policy, storage: Storage = AS_IS, batch: int = 1):
@@ -82,10 +83,10 @@ class Reader:
     # ------------------------------------------------------------------ likelihoods
 
     def likelihoods(self, asked: Iterable[Continued]) -> Iterator[Known]:
-        """How likely each continuation is after a context of which the policy has compressed the beginning.
+        """Yield how likely each continuation is after a context whose beginning the policy has compressed.
 
-        The last token of the context is fed after the compression, so that the first token of the continuation, too, is
-        from the compressed cache. (A context of one token is compressed whole: nothing would be left.)
+        The last token of the context is fed after the compression. So the first token of the continuation, too, is
+        predicted from the compressed cache. A context of one token is compressed whole: nothing else could be.
         """
         for batch in batches(asked, self.batch):
             rows = [self._following(*each) for each in batch]
@@ -107,8 +108,9 @@ class Reader:
         return Following(session, len(context), split, fed, continuation, None if last else logits)
 
     def _prefill(self, ids: Tensor) -> tuple[Any, Tensor]:
-        """A cache of ids `[1, n]` to branch off, and the logits behind the last; that of the last call is still known,
-        since the choices of one question follow each other.
+        """A cache of ids `[1, n]` to branch off, and the logits after the last id.
+
+        The result of the last call is reused, since the choices of one question follow each other.
         """
         if self._prefilled is None or not torch.equal(self._prefilled[0], ids):
             self._prefilled = None  # its memory is free before the next one grows
@@ -117,10 +119,10 @@ class Reader:
         return self._prefilled[1:]
 
     def rolling(self, context: Sequence[int], text: Sequence[int], chunk: int) -> Known:
-        """How likely a text is, in chunks: each on a cache of all that stands before it, compressed for this chunk.
+        """The likelihood of a text in chunks, each on a cache of all tokens before it, compressed for this chunk.
 
-        Behind a context of one token the first chunk has nothing before it that could be compressed: its likelihood is
-        the full cache's. What one chunk compressed is whole again for the next, as if each were a request of its own.
+        After a context of one token, the first chunk has nothing before it that could be compressed. Its likelihood is
+        the full cache's. Each chunk begins with the uncompressed cache again, as if it were a request of its own.
 
         Args:
             context, text: at least one token each.
@@ -135,7 +137,7 @@ class Reader:
 
     @torch.inference_mode()
     def _chunks(self, ids: Sequence[int], start: int, chunk: int) -> Iterator[Following | Known]:
-        """The chunks of a text from `start` on, each behind a compressed cache; the prefill itself answers one at 0."""
+        """Yield the chunks of a text from `start` on, each after a compressed cache; the prefill answers one at 0."""
         self._prefilled = None
         gathered, past, fed = shared_prefill(self.lm.model, [self.policy]), cast("Any", None), 0
         for place in range(start, len(ids) - 1, chunk):

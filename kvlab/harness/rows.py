@@ -28,11 +28,11 @@ class Held:
     """The content of the cache at the end of one request.
 
     Attributes:
-        prompt_tokens: what was read before the first likelihood or the first generated token.
+        prompt_tokens: tokens that were read before the first likelihood or the first generated token.
         compressed_tokens: how many of these the policy compressed.
-        stored_bytes: keys and values as they are stored, and what the policy keeps with them.
-        read_bytes: what the last decoding step loaded; 0 where there was none.
-        uncompressed_bytes: of the layers that no policy compresses.
+        stored_bytes: bytes of the stored keys and values, and of the policy's own data.
+        read_bytes: bytes that the last decoding step loaded; 0 where there was none.
+        uncompressed_bytes: bytes of the layers that no policy compresses.
     """
 
     prompt_tokens: int
@@ -55,7 +55,7 @@ class Known:
 
 
 def known(logits: Tensor, expected: Sequence[int], held: Held | None) -> Known:
-    """Of the logits `[n, vocabulary]` that predicted n tokens."""
+    """Score n expected tokens by the logits `[n, vocabulary]` that predicted them."""
     sure, wanted = logits.float().log_softmax(-1), torch.tensor(expected, device=logits.device)
     logprob = float(sure.gather(-1, wanted[:, None]).double().sum())
     return Known(logprob, bool((logits.argmax(-1) == wanted).all()), held)
@@ -76,7 +76,7 @@ class Row:
         self.next: int | None = None
 
     def end(self, running: Session | None = None) -> None:
-        """Note the stored entries, once; `running`: in which session the sequence has gone on."""
+        """Note the stored entries, once; `running`: the session in which the sequence has gone on."""
         if self.held is not None:
             return
         own = self.session
@@ -90,7 +90,7 @@ class Row:
 
 
 class Following(Row):
-    """One that is fed given tokens (`kvlab.live.decode_batch`), of which it is asked how likely each was.
+    """A row that is fed given tokens (`kvlab.live.decode_batch`) and sums how likely the expected ones were.
 
     Args:
         fed: the tokens to feed.
@@ -131,7 +131,7 @@ class Following(Row):
 
 
 class Responding(Row):
-    """One that generates.
+    """A row that generates.
 
     Args:
         prompt: its tokens, of which the first `compressed_tokens` were compressed.
@@ -165,7 +165,7 @@ class Responding(Row):
 
 
 def limited(how: GenerationConfig, new_tokens: int) -> GenerationConfig:
-    """The same generation of so many tokens."""
+    """The same generation, with this number of new tokens."""
     made = copy(how)
     made.max_new_tokens = new_tokens
     return made
@@ -176,13 +176,13 @@ def respond(lm: LM, rows: Sequence[Responding], how: GenerationConfig) -> None:
     """Generate with transformers' `generate` until every row has ended, all rows in one batch.
 
     Args:
-        how: with `max_new_tokens`, of which each row has one.
+        how: the generation. Each row has the first of its `max_new_tokens` already.
     """
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     left, most = [row for row in rows if row.held is None], (how.max_new_tokens or 1) - 1
     if left and most:
-        # What stands before a shorter row is masked. It is the row's own token, since penalties look at all of a row.
+        # The padding before a shorter row is masked. It repeats the row's own token, since penalties see the whole row.
         longest = max(row.prompt_tokens for row in left) + 1
         gaps = [longest - row.prompt_tokens - 1 for row in left]
         fed = [[row.prompt[0]] * gap + row.prompt + row.tokens for gap, row in zip(gaps, left, strict=True)]

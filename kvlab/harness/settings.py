@@ -25,7 +25,7 @@ class Moment:
     Attributes:
         compress_at: "prompt" after the whole prompt of a response, "context" before its end. A likelihood's context is
             compressed before its last token is fed, in either case.
-        question: where the context ends: before the last place of this text; None for before the last token.
+        question: the context ends before the last occurrence of this text; None: before the last token.
     """
 
     compress_at: str = "prompt"
@@ -60,7 +60,7 @@ def loaded(pretrained: Any, device: Any, dtype: Any) -> LM:
 
 
 def batch_of(size: Any, most: Any = None) -> int:
-    """How many sequences go on together, of what the harness takes: a number, its text, "auto" or "auto:N"."""
+    """The number of sequences in a batch, from what the harness takes: a number, its text, "auto" or "auto:N"."""
     text = "1" if size is None else str(size)
     if text == "auto" or text.startswith("auto:"):
         return TOGETHER if most is None else min(TOGETHER, whole("max_batch_size", most))
@@ -70,12 +70,12 @@ def batch_of(size: Any, most: Any = None) -> int:
 
 
 def chosen(wanted: Policy | str, budget: Any, parameters: Mapping[str, Any], known: Iterable[str]) -> Policy:
-    """The policy that the arguments tell.
+    """The policy that the arguments describe.
 
     Args:
         budget: None where none was given.
         parameters: arguments that must be the policy's own.
-        known: the other arguments that there are, for the sentence about one that there is not.
+        known: the other valid arguments, for the message about an unknown one.
     """
     method = type(wanted) if isinstance(wanted, Policy) else registry().get(wanted)
     if method is None:
@@ -87,15 +87,15 @@ def chosen(wanted: Policy | str, budget: Any, parameters: Mapping[str, Any], kno
     return policy(wanted, **parameters, **({} if budget is None else {"budget": budget}))
 
 
-# Where a cache of the harness says of what its entries are; these have hashes for keys.
+# The key of a cache's signature in a cache of the harness; its entries have hashes for keys.
 MARK = "kvlab: signature"
 
 
 def claimed(kept: MutableMapping[str, Any], signature: str, where: Any) -> None:
-    """Mark a cache of the harness (`--use_cache`) with what determines its entries; their keys tell the request alone.
+    """Mark a cache of the harness (`--use_cache`) with the signature of its entries; their keys name only the request.
 
     Raises:
-        KvlabError: the cache has entries of something else, or of nobody knows what.
+        KvlabError: the cache has entries of another signature, or entries without any.
     """
     if (found := kept.get(MARK)) == signature:
         return
@@ -107,8 +107,8 @@ def claimed(kept: MutableMapping[str, Any], signature: str, where: Any) -> None:
     kept[MARK] = signature
 
 
-# What a task may ask of a response besides its length and where it ends, with what is taken where it does not ask. What
-# the model's makers recommend is no part of a task: a penalty for repetition, say, changes greedy answers, too.
+# Defaults of the generation arguments that a task may set, without the length and the end of a response. The settings
+# that a model's makers recommend are no part of a task: a penalty for repetition, say, changes greedy answers, too.
 HOW = {
     "do_sample": False,
     "repetition_penalty": 1.0,
@@ -119,10 +119,10 @@ SHARES = ("top_p", "min_p", "typical_p")
 
 
 def generation(lm: LM, asked: Mapping[str, Any], new_tokens: int, ends: set[int]) -> GenerationConfig:
-    """How a response is generated, of what a task asks (without `until` and its length).
+    """The generation that a task's arguments ask for, without `until` and the length.
 
     Raises:
-        KvlabError: something that kvlab does not do, such as beams, or a value that cannot be.
+        KvlabError: an argument that kvlab does not support, such as beams, or an impossible value.
     """
     from transformers import GenerationConfig
 

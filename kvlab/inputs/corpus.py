@@ -192,7 +192,7 @@ def documents(wanted: str | os.PathLike | Iterable[str | os.PathLike]) -> list[D
 
 
 def named(wanted: str | os.PathLike | Iterable[str | os.PathLike]) -> list[str]:
-    """The names and paths, with those of a set in its place. Raises KvlabError for an empty list."""
+    """List the names and paths, and replace a set by its names. Raises KvlabError for an empty list."""
     listed = list(wanted) if isinstance(wanted, Iterable) and not isinstance(wanted, str) else [wanted]
     if not listed:
         raise KvlabError("no documents were named; give at least one, such as 'sotu/1962'")

@@ -93,8 +93,8 @@ def home() -> Path:
 def pull(name: str, progress: bool = True) -> Path:
     """Fetch the pack `name` unless it is there, and return its folder.
 
-    Raises KvlabError for an unknown name, no network, a hash that does not match, or a disk that is full; in each
-    case nothing is left behind.
+    Raises KvlabError for an unknown name, no network, a hash that does not match, or a full disk. In each case nothing
+    is left behind.
     """
     if name not in PACKS:
         raise KvlabError(nearest(name, PACKS, "pack"))

@@ -102,7 +102,7 @@ def lost_weights(weights: Tensor, read: Tensor) -> Tensor:
     """The attention that falls on each position which is not read; shapes as `mass_lost`, -> `[..., heads, length]`."""
     length = weights.shape[-1]
     rows = attention.to_query_heads(read, weights.shape[-2]).to(weights.device)
-    # What only pads a row is scattered into a column of its own.
+    # Padding is scattered into a column of its own.
     return F.pad(weights, (0, 1)).scatter(-1, rows.masked_fill(rows == PAD, length), 0)[..., :length]
 
 

@@ -46,7 +46,7 @@ class Shadow:
         Raises:
             KvlabError: they would take more.
         """
-        # A copy even on a CPU: the store may evict in place, and what it frees shall be free.
+        # This copies even on a CPU: the store may evict in place, and memory that it frees must not stay in use here.
         copies = (tensor.to("cpu", copy=True) for tensor in (store.keys, store.values))
         return cls(LayerStore(*copies, latent=store.latent), shares, limit)
 

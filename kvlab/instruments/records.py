@@ -27,7 +27,7 @@ class Records:
     def __init__(self, policy: str, budget: int | float | None, rows: str = "sequence", storage: str = "as_is"):
         self._policy, self._budget, self._rows_are, self._storage = policy, budget, rows, storage
         self._rows: list[tuple[str, int, int | None, int, str | None, list[int], Tensor, dict[int, int]]] = []
-        # What the budget came to, by sequence; replaced and never changed, since rows refer to it.
+        # The entries that the budget came to, by sequence. Rows refer to it: replace it, but never change it.
         self._entries: dict[int, int] = {}
         self._started, self._prompt = 0.0, 0
         self._positions: dict[tuple[int, int, int | None, int], Tensor] = {}  # by prompt, sequence, layer and step

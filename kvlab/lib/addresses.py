@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# A password may hold any sign but those that end an address; what stands before the last `@` is the user's.
+# A password may hold any sign but those that end an address. The part before the last `@` is the user's.
 USERINFO = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)[^\s/'\"<>]*@", re.IGNORECASE)
 # Drivers of databases also take the password after the `?`.
 QUERY = re.compile(r"(?P<name>[?&](?:password|passwd|pwd|token)=)[^\s&'\"<>]*", re.IGNORECASE)

@@ -59,7 +59,7 @@ def free_memory(place: torch.device) -> int | None:
     module = torch.get_device_module(place)
     if not hasattr(module, "mem_get_info"):
         return None
-    # What torch holds and does not use is free for it.
+    # Memory that torch has reserved and does not use is free for it.
     return module.mem_get_info(place)[0] + module.memory_reserved(place) - module.memory_allocated(place)
 
 

@@ -141,7 +141,7 @@ def _umask() -> int:
     return mask
 
 
-# Reading the umask means changing it for a moment, which must not happen beside other threads.
+# Reading the umask means changing it for a moment. This must not happen while other threads run.
 UMASK = _umask()
 
 

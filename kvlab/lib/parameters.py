@@ -15,18 +15,18 @@ PathText = Annotated[str, BeforeValidator(lambda x: os.fspath(x) if isinstance(x
 
 
 class Parameters(BaseModel):
-    """Parameters as typed fields, frozen, so that they can stand in a signature.
+    """Parameters as typed fields, frozen, so that they can be part of a signature.
 
     Raises:
-        KvlabError: a parameter that there is not, with the nearest that there is, or a value that does not fit.
+        KvlabError: an unknown parameter, with the nearest known one, or a value that does not fit.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str] = ""
-    """Whose parameters they are: it stands before every such sentence."""
+    """Whose parameters they are; every error message begins with it."""
     called: ClassVar[str] = "parameter"
-    """What a field is called in these sentences."""
+    """The word for a field in these messages."""
 
     def __init__(self, **given: Any):
         whose = f"{self.name}: " if self.name else ""

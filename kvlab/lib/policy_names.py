@@ -48,8 +48,8 @@ def unknown(name: str, known: Iterable[str]) -> str:
         values = inside.removesuffix(")")
         made = f"kvlab.policy({bare!r}{values and f', {values}'})"
         return (
-            f"{name!r} is not the name of a policy: a name has no parameters; in Python pass {made}, and for commands "
-            "name a subclass that has other defaults"
+            f"{name!r} is not a policy's name: a name has no parameters; in Python pass {made}, and for commands name "
+            "a subclass with other defaults"
         )
     if name == "oracle_effect":
         return (

@@ -60,7 +60,7 @@ def _noted(path: Path, label: str, more: dict[str, Any]) -> Any:
     from tqdm.std import tqdm
 
     class Noted(tqdm):
-        monitor_interval = 0  # no thread beside a kernel that may be forked
+        monitor_interval = 0  # no thread next to a kernel that may be forked
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             far = ""

@@ -92,8 +92,8 @@ def code_hash(folder: Path | None = None, parts: Iterable[str] = CODE) -> str | 
 def joined(shipped: Mapping[str, type[Named]], part: str, base: type[Named], kind: str) -> dict[str, type[Named]]:
     """kvlab's classes and those of the workspace, by name.
 
-    A class of the workspace is a subclass of `base` with a `name`, in a file of the folder `part` whose name does not
-    begin with an underscore. A file that has changed is read again.
+    A class of the workspace is a subclass of `base` with a `name`. Its file is in the folder `part` and has a name that
+    does not begin with an underscore. A file that has changed is read again.
 
     Raises:
         KvlabError: a file that fails when it is read, or a name that is taken.

@@ -27,8 +27,9 @@ for a laptop's memory.
 
 
 def batch_size(lm: LM, wanted: int = TOGETHER) -> int:
-    """How many sequences of a model go on in one batch where `wanted` may: one, where it has layers that no policy
-    compresses, since their sequences cannot leave a batch one by one.
+    """Return how many sequences of a model go on in one batch, `wanted` at most.
+
+    It is one where the model has layers that no policy compresses: their sequences cannot leave a batch one by one.
     """
     return 1 if hookable.layout_of(lm.model).others else wanted
 

@@ -57,11 +57,13 @@ class Generations(local):
 
 @contextmanager
 def generating(model: nn.Module, generations: Generations) -> Iterator[None]:
-    """While the block runs, `model.generate` notes in `generations` what it is asked for, gets an attention mask from
-    `left_padding` where it has none, and uses a cache whatever the checkpoint's configuration says.
+    """Have `model.generate` note in `generations` what it is asked for, while the block runs.
+
+    A call without an attention mask gets one from `left_padding`. A call uses a cache, whatever the checkpoint's
+    configuration says.
 
     A prompt may hold the pad id as a token of its own (in OLMo 2 it is an id like any other). transformers' guess hides
-    that token and shifts all later positions, and a session would speak of padding where there is none.
+    that token and shifts all later positions, and a session would report padding where there is none.
     """
     generate = getattr(model, "generate", None)
     if generate is None:  # a decoder without a head
@@ -130,8 +132,8 @@ def _prompt_end(ids: Any, embedded: Any, mask: Any) -> int | None:
 def left_padding(ids: Tensor, pad: int | None, eos: int | list[int] | None, going_on: bool = False) -> Tensor | None:
     """The mask of prompts of which only the ids are known, int64 `[batch, tokens]`, 0 for padding.
 
-    A single prompt has no padding. In a batch it is what a row has more of the pad id at its beginning than the row
-    with the fewest; anywhere else that id is a token.
+    A single prompt has no padding. In a batch, the row with the fewest pad ids at its beginning has none. Another row's
+    padding is as many pad ids as it has there in excess. Anywhere else that id is a token.
 
     Args:
         ids: `[batch, tokens]`.
@@ -139,8 +141,9 @@ def left_padding(ids: Tensor, pad: int | None, eos: int | list[int] | None, goin
         going_on: whether the ids follow on others in a cache.
 
     Returns:
-        None where transformers' guess stands: no pad id among the ids or none known, one that ends texts as well (then
-        transformers takes it for a token), a batch that may be padded on the right, or one that goes on.
+        The mask, or None where transformers' own guess stays. That is so where no pad id is known or among the ids. It
+        is so where the pad id also ends texts: transformers treats it as a token then. It is so for a batch that goes
+        on or may be padded on the right.
     """
     ends = [] if eos is None else torch.as_tensor(eos).reshape(-1).tolist()
     if pad is None or int(pad) in ends or ids.dim() != 2 or ids.is_floating_point():

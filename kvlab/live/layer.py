@@ -151,7 +151,7 @@ class LiveLayer(DynamicLayer):
         cache = self._cache
         if cache.running or not self.groups:
             return cache.seen + query_length, 0
-        # What is stored lies behind what was evicted, which is how a window's cache describes itself.
+        # The stored entries lie behind the evicted ones: a window's cache describes itself in this way.
         stored = self.outside().length
         return stored + query_length, cache.seen - stored
 
@@ -161,7 +161,7 @@ class LiveLayer(DynamicLayer):
             # The session's attention stores them: it knows the phase, and which rows go together.
             return key_states, value_states
         store = self.outside()
-        # What was stored in inference mode is nothing that autograd may save.
+        # Autograd may not save tensors that were stored in inference mode.
         past = [x.clone() for x in self._shown(store)]
         with torch.inference_mode():
             store.append(*self.stored(key_states, value_states))

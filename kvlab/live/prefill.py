@@ -84,7 +84,7 @@ class Prefill:
             planned = self._planned(cache, number, repeated) if policy.needs.surveys and judged else []
             for index, layer in enumerate(cache.compressed):
                 group = layer.groups[number]
-                # What a layer's prompt holds on to is freed before the next layer is compressed, unless it is shared.
+                # The memory of a layer's prompt is freed before the next layer is compressed, unless it is shared.
                 own = planned.pop(0) if planned else None
                 prompt = own or self._prompt(cache, index, number, pseudo.get(index), repeated, ids)
                 with outside_autocast(group.store.device):
@@ -119,7 +119,7 @@ class Prefill:
         group = layer.groups[number]
         store = group.store
         window, before = layer.observed.queries, layer.before_rope.queries
-        # Also without queries a policy is told how many heads there are.
+        # A policy knows how many heads there are even if it gets no queries.
         heads = hookable.text_config(self._model).num_attention_heads
         none = store.keys.new_empty(store.rows, heads, 0, store.head_dim)
         window = none if window is None else group.of(window)

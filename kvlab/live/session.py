@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class NoGradient(torch.autograd.Function):
-    """An attention output through which no gradient goes back: refused rather than taken for zero."""
+    """An attention output that refuses gradients: none goes back through it, and zero would be wrong."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ Repeated: TypeAlias = dict[Hashable, list[Tensor]]
 class Memory:
     """Findings about one prompt, from the caches that hold only it.
 
-    Whoever wants it sets it: `prefilled.memory = Memory()`. Branches have it in common until their prompts end; a cache
-    that is fed, cropped or reordered drops it. What one policy spends is not distinguished then: the first one that
-    needs a result pays for it.
+    Whoever wants it sets it: `prefilled.memory = Memory()`. Branches share it until their prompts end; a cache that is
+    fed, cropped or reordered drops it. Costs are then not measured by policy: the first policy that needs a result pays
+    for it.
 
     Every key names what its result depends on in addition to the prompt.
     """

@@ -17,8 +17,8 @@ from kvlab.live.cache import LiveCache
 class FixedLayer(StaticLayer):
     """One layer's entries with room for more behind them.
 
-    Slots lie behind the evicted entries, which is how `LiveLayer` describes itself too: the slot of a token that comes
-    later has the token's position, and the causal mask hides the room that is still empty.
+    Slots lie behind the evicted entries, and `LiveLayer` describes itself in this way too. The slot of a token that
+    comes later has the token's position. The causal mask hides the room that is still empty.
 
     Args:
         keys, values: `[batch, kv_heads, kept, head_dim]`, as transformers has them.

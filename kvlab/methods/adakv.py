@@ -41,8 +41,9 @@ class AdaKV(ScorerWrapper):
 
 
 def best_of_all_heads(scores: Tensor, budget: int, floor: float) -> Tensor:
-    """Which of the scores `[rows, kv_heads, length]` are among the best kv_heads x budget of their row, bool; each head
-    is sure of a `floor` of the budget.
+    """Mark the scores `[rows, kv_heads, length]` that are among the best kv_heads x budget of their row, bool.
+
+    Each head is sure of the share `floor` of the budget.
     """
     _, heads, length = scores.shape
     always = int(scores.isposinf().sum(-1).amax())

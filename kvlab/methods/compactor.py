@@ -79,7 +79,7 @@ class Compactor(Leverage):
         return blended
 
     def _attended(self, prompt: Prompt, row: int, between: slice) -> Tensor:
-        """What the tokens of a layer get of their chunks' attention, weighed and pooled, `[kv_heads, n]`."""
+        """Return the attention of their chunks that a layer's tokens get, weighed and pooled, `[kv_heads, n]`."""
         queries, keys = (attention.exact(x[row, :, between]) for x in (prompt.window(prompt.length), prompt.keys))
         sums = [
             attention.weights(asking, asked, 1.0).sum(-2)

@@ -114,7 +114,7 @@ class CompilerKV(Policy):
     def replace(self, **changes: Any) -> Self:
         """The same with other values; tables from memory stay, unless others are given."""
         if self.variant == "published" and changes.keys() & {"variant", "window"}:
-            # What follows from the variant and its window follows anew.
+            # The variant and its window set these values, so they go back to their defaults first.
             fields = type(self).model_fields
             follow = ("utility_window", "kernel", "recent", "norms", "pad")
             changes = {name: fields[name].default for name in follow} | changes
@@ -214,7 +214,7 @@ class CompilerKV(Policy):
         return F.avg_pool1d(older, self.kernel, stride=1, padding=self.kernel // 2)
 
     def _norms(self, prompt: Prompt) -> Tensor:
-        """What attention to a token is weighed with in each KV head, `[rows, kv_heads, length]`."""
+        """Return the factors of attention to each token in each KV head, `[rows, kv_heads, length]`."""
         if self.norms == "none":
             return torch.ones(prompt.keys.shape[:3], dtype=torch.float32, device=prompt.keys.device)
         return prompt.share(("relative value norms",), lambda: _relative_norms(prompt.values))

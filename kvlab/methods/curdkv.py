@@ -40,7 +40,7 @@ class CurDKV(Scorer):
     """
 
     name: ClassVar[str] = "curdkv"
-    summary: ClassVar[str] = "prompt tokens whose keys and values are long beside their neighbours'"
+    summary: ClassVar[str] = "prompt tokens whose keys and values are long compared with their neighbours'"
     family: ClassVar[str] = "keeps tokens of the prompt"
     kind: ClassVar[str] = "score at prefill"
     paper: ClassVar[Paper | None] = PAPERS["curdkv"]

@@ -173,7 +173,7 @@ def read(path: str | Path) -> Sets:
 
 
 def _fault(tensors: dict[str, Tensor], about: dict[str, str]) -> str:
-    """What is wrong with the content of a file; empty if nothing is."""
+    """Describe the fault in the content of a file; empty if there is none."""
     if about.get("format") != FORMAT:
         return f"its format is {about.get('format')!r} and not {FORMAT!r}"
     if not about.get("prompt_tokens", "").isdigit() or not about.get("prompt_sha256"):

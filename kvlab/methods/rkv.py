@@ -16,7 +16,7 @@ from kvlab.methods._base.eviction import after_compression
 from kvlab.methods._base.policy import Budget, Kernel, Policy, top_and_last
 from kvlab.methods._base.prompt import Prompt
 
-# Cosines are taken for so many keys, and so many pairs, at a time: as many as a processor's cache holds.
+# Cosines are computed for so many keys, and so many pairs, at a time: as many as a processor's cache holds.
 BLOCK, CACHED, CELLS = 256, 2**19, 2**26
 
 

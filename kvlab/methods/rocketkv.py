@@ -122,8 +122,9 @@ class RocketKV(Policy):
 
 
 def _of_turn(store: LayerStore) -> tuple[LayerStore, Tensor | None]:
-    """What the current turn may read of a store, as a store with the same pages, and its slots there, int64 `[rows,
-    kv_heads, n]`; the store itself and None where nothing is masked.
+    """Return the entries that the current turn may read, as a store with the same pages, and their slots in `store`.
+
+    Slots are int64 `[rows, kv_heads, n]`. Where nothing is masked, the result is `store` itself and None.
     """
     if TURN not in store.memory:
         return store, None

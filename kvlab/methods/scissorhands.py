@@ -82,8 +82,8 @@ class Scissorhands(Policy):
         assert weights is not None, "a policy that weighs is given the attention weights"
         kv_heads = store.kv_heads
         below = weights.unflatten(1, (kv_heads, -1)).mean(2) < 1 / store.length
-        # Bit e belongs to the query that is e places before the prompt's end; a later row replaces the oldest one, so
-        # that the ring runs backwards.
+        # Bit e belongs to the query that is e places before the prompt's end. A later row replaces the oldest one, so
+        # the ring runs backwards.
         history = self._queries(store.budget)
         store.numbers["step"] += 1
         ring = -store.numbers["step"] % history

@@ -92,7 +92,7 @@ class SimLayerKV(Policy):
         return recency.expand(prompt.rows, prompt.kv_heads, prompt.length)
 
     def choose(self, prompt: Prompt, budget: int) -> Tensor:
-        assert prompt.plan is not None, "layers are told apart before any of them is compressed"
+        assert prompt.plan is not None, "lazy layers are found before any layer is compressed"
         length, size = prompt.length, min(self.size(prompt.seen), prompt.length)
         lazy = prompt.plan.to(prompt.keys.device)
         slots = torch.arange(size if bool(lazy.all()) else length, device=lazy.device)

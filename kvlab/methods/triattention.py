@@ -82,12 +82,13 @@ class TriAttention(Policy):
             store.evict(ranking.top_positions(scores, after_compression(store.budget, self.interval)), even=True)
 
     def _calibrated(self, prompt: Prompt) -> tuple[Tensor, Tensor, Tensor, int]:
-        """What the prompt's queries tell of those to come.
+        """Summarise the prompt's queries, as an estimate of those to come.
 
         Returns:
-            Their centre, turned by the mean of the distances ahead, `[rows, heads, head_dim]`; how much larger their
-            pairs are on average than their centre's, `[rows, heads, pairs]`; the frequencies `[rows, pairs]`, zeros
-            where a layer turns fewer pairs; and whether pairs are neighbours.
+            Four values. The first is the queries' centre, turned by the mean of the distances ahead,
+            `[rows, heads, head_dim]`. The second is how much larger their pairs are on average than the centre's,
+            `[rows, heads, pairs]`. The third is the frequencies `[rows, pairs]`, zeros where a layer turns fewer pairs.
+            The last is whether pairs are neighbours.
         """
         queries, rotations = prompt.pre_queries(self), prompt.rotation(self)
         pairs = max(len(rotation.frequencies) for rotation in rotations)

@@ -175,7 +175,7 @@ class ZSMerge(Policy):
         if bias is None:
             return weights
         plain = weights * (-attention.to_query_heads(bias, weights.shape[1])).exp()
-        # What learnt sinks took stays in the sum; without them it is 0.
+        # The share of learnt sinks stays in the sum; without them it is 0.
         elsewhere = (1 - weights.sum(-1, keepdim=True)).clamp_min(0)
         return plain / (plain.sum(-1, keepdim=True) + elsewhere)
 

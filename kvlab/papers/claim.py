@@ -15,7 +15,7 @@ from kvlab.papers.tests import Combination, Condition, Covers, NotCompared, Prin
 HOLDS: Final = "holds"
 DIRECTION: Final = "holds in direction only"
 WEAK: Final = "holds by a weak stand-in"
-"""What `stand_ins.weighed` makes of both."""
+"""`stand_ins.weighed` makes this of both."""
 FAILS: Final = "fails"
 UNDECIDED: Final = "undecided"
 UNMEASURED: Final = "not measured"
@@ -210,7 +210,7 @@ class Paper(BaseModel):
 
     Attributes:
         title: by default that of the paper that kvlab knows by this name.
-        says: what the paper claims, in one sentence of ours.
+        says: what the paper claims, in at most three sentences of ours.
         models: name -> number of parameters of those that the quoted numbers are of, the main one first.
         replaces: whether a workspace's file replaces kvlab's own file of that name, as a copy to work on does.
         quoted: the findings that people quote, by their names (a claim's id where it is a finding of its own). `kvlab

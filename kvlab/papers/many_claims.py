@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvlab.papers.claim import DIRECTION, FAILS, HOLDS, SAMPLED, UNDECIDED, Claim, Verdict
 
 LEVEL = 0.05
-"""The share of false ones among the directions that are called decided, which is allowed."""
+"""The allowed share of false ones among the directions that are called decided."""
 
 DECIDED = (HOLDS, DIRECTION, FAILS)
 REACH = 1.959964
@@ -17,13 +17,14 @@ REACH = 1.959964
 def p_value(claim: Claim, verdict: Verdict) -> float | None:
     """The two-sided p of a claim's direction: how often chance alone would put the value as far from the turn.
 
-    From the value and its 95 % interval alone, by a normal approximation: the standard error is half of the interval's
-    width / 1.96, or of an interval that is not even, the width of its half towards the turn / 1.96. So p is 0.05 where
-    the interval ends at the turn.
+    It uses only the value and its 95 % interval, by a normal approximation. The standard error is half of the
+    interval's width / 1.96. For an uneven interval it is the width of the half towards the turn / 1.96. So p is 0.05
+    where the interval ends at the turn.
 
     Returns:
-        None for what is no finding or question, was not measured or has no interval, and where the direction does not
-        turn at one number of the claim's own metric (it compares two metrics, or several numbers, or asks for a range).
+        None for a claim that is no finding or question, that was not measured, or that has no interval. Also None where
+        the direction does not turn at one number of the claim's own metric. Such a claim compares two metrics or
+        several numbers, or asks for a range.
     """
     from scipy.stats import norm
 

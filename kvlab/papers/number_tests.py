@@ -27,7 +27,7 @@ def number_of(reference: Reference | None, value_of: Lookup) -> tuple[float, str
 class Test(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    metric: str | None = Field(None, description="tested in place of the claim's own metric")
+    metric: str | None = Field(None, description="replaces the claim's own metric in this test")
 
     def needs(self, own: str) -> set[str]:
         """The metrics this test reads, where `own` is the claim's metric."""
@@ -52,7 +52,7 @@ class Test(BaseModel):
         return None
 
     def turns(self, own: str) -> list[tuple[str, float]]:
-        """The metrics that are compared with a number of the claim, each with that at which its test turns."""
+        """The metrics that are compared with a number of the claim, each with the number at which its test turns."""
         than = getattr(self, "than", None)
         if isinstance(than, str):
             return []
@@ -160,7 +160,7 @@ class NotCompared(Test):
 
 
 class _Turning(Test):
-    """A test of one number that turns at one point. What lies on the point itself, `_at` says: passes or misses."""
+    """A test of one number that turns at one point; `_at` says whether the point itself passes."""
 
     _above: ClassVar[bool]
     _at: ClassVar[bool]

@@ -25,7 +25,7 @@ OUTCOMES: Final = {
     "answer": "likelihood of the right answer",
     "right": "share of the answer that is right",
 }
-"""What is predicted: the first two along the full cache's response, the others on needles and questions."""
+"""The predicted outcomes: the first two along the full cache's response, the others on needles and questions."""
 
 LEAST_RHO: Final = 0.5
 LEAST_DOCUMENTS: Final = 8
@@ -50,7 +50,7 @@ class Prediction:
 
     @property
     def weak(self) -> bool:
-        """Whether the stand-in does not predict the outcome; of too few documents the rule says nothing."""
+        """Whether the stand-in does not predict the outcome; with too few documents the rule does not apply."""
         return self.documents >= LEAST_DOCUMENTS and (self.rho < LEAST_RHO or self.low <= 0 <= self.high)
 
     def __str__(self) -> str:
@@ -65,8 +65,9 @@ Predictions = Mapping[tuple[str, str], Prediction]
 
 
 def outcome_of(stand_in: str) -> str:
-    """The outcome that the rule correlates a stand-in with: the likelihood of the right answer, which has no ties; that
-    itself is correlated with the share of the answer that comes out right.
+    """The outcome that the rule correlates a stand-in with: the likelihood of the right answer, which has no ties.
+
+    The likelihood itself is correlated with the share of the answer that comes out right.
     """
     return "right" if stand_in == "likelihood" else "answer"
 
@@ -79,7 +80,7 @@ def prediction_of(claim: Claim, predictions: Predictions) -> Prediction | None:
 
 
 def weighed(claim: Claim, verdict: Verdict, predictions: Predictions) -> Verdict:
-    """The verdict, with what it is worth: by a weak stand-in nothing more than WEAK holds, and nothing fails."""
+    """The verdict by the rule for stand-ins: with a weak one a claim holds at most as WEAK, and never fails."""
     found = prediction_of(claim, predictions)
     if found is None or not found.weak:
         return verdict

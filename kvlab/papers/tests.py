@@ -73,7 +73,7 @@ class _OfInterval(Test):
 class _Clear(_OfInterval):
     """The whole interval lies on one side of `than`: the margin is our own spread.
 
-    One repetition has no spread, so that it is clear of nothing.
+    One repetition has no spread, so it is clear of nothing.
     """
 
     than: Reference
@@ -129,7 +129,7 @@ class Covers(_OfInterval):
         if self.to is None:
             label = f"the paper's {label}"
         if low <= target <= high and target != 0 and low <= 0 <= high:
-            return False, f"{interval}, asked to contain {label}, and contains 0 besides: too wide to tell"
+            return False, f"{interval}, asked to contain {label}, and also contains 0: too wide to tell"
         return low <= target <= high, f"{interval}, asked to contain {label}"
 
     def standing(self, own: str, value_of: Lookup, paper_value: float | None) -> Judged:
@@ -141,7 +141,7 @@ class Covers(_OfInterval):
 
 
 class Combination(Test):
-    """Of several tests, of which a single one that stands as `_decides` is enough."""
+    """Several tests; a single one with the outcome `_decides` decides them all."""
 
     _decides: ClassVar[Standing]
 

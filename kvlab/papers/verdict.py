@@ -59,7 +59,7 @@ def judge(
     if claim.provided is not None:
         given, why = claim.provided.check(claim.metric, value_of, claim.paper_value)
         if not given:
-            return outcome(verdict=UNMEASURED, why=f"What this would rest on is not given: {why}.")
+            return outcome(verdict=UNMEASURED, why=f"A required condition is not met: {why}.")
     if claim.kind == "recomputed":
         return _recomputed(claim, value_of, outcome)
     if claim.kind not in CHANCE:

@@ -10,14 +10,14 @@ INK = "#1c2430"
 EDGE = "#566173"
 FAINT = "#7a8594"
 PAPER = "#9aa3ae"
-"""What a paper prints."""
+"""The colour of a paper's printed numbers."""
 GRID = "#e6e9ed"
 RULE = "#c5cbd3"
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5B5B5B"]
 """Of curves that are no policies, in this order: Okabe and Ito's, which colour-blind readers can tell apart."""
 BETTER, WORSE = COLOURS[0], COLOURS[1]
 WORDS = {BETTER: "blue", WORSE: "orange"}
-"""What captions call them."""
+"""Their names in captions."""
 MAP = "cividis"
 VERDICTS = {
     "holds": "#d5efe0",
@@ -111,7 +111,7 @@ VARIANTS = {
     "random_response": Look(FAINT, "o"),
     "filled": Look(POLICIES["compilerkv"].colour, "o"),
 }
-"""What notebooks call a policy with other parameters."""
+"""The looks of policies with other parameters, by their names in notebooks."""
 KNOWN = POLICIES | VARIANTS
 MARKERS = "os^Dv<>pPXh"
 

@@ -30,8 +30,7 @@ class Reference:
     """
 
     def __init__(self, trace: Trace):
-        # The trace keeps its reference: held the other way round as well, both would stay until Python looks for
-        # circles.
+        # The trace keeps this object. If this kept the trace as well, both would stay until Python looks for circles.
         self._trace = ref(trace)
         layer = 4 * trace.heads * trace.steps * trace.length
         self._fits = trace.n_layers if layer * trace.n_layers <= KEPT_BYTES else KEPT_BYTES // layer
@@ -81,8 +80,10 @@ class Reference:
         return torch.stack([self.weights(layer)[:, step - 1, :seen] for layer in range(trace.n_layers)])
 
     def _around(self, step: int) -> tuple[int, Tensor]:
-        """Attention of several decoding queries, the `step`-th among them, `[layers, heads, n, prompt + the last]`, and
-        the first of them (from 0): steps come one after the other, and so each layer's keys are not read for each.
+        """Return the first of several decoding queries (from 0), the `step`-th among them, and their attention.
+
+        The attention is `[layers, heads, n, prompt + the last]`. Steps come one after the other, so each layer's keys
+        need not be read for each step.
         """
         trace = self.trace
         n = max(int(BLOCK * KEPT_BYTES) // (4 * trace.n_layers * trace.heads * trace.length), 1)
@@ -157,8 +158,9 @@ _latest: list[ref[Reference]] = []
 
 
 def reference(trace: Trace) -> Reference:
-    """The full cache's side of a trace, made on first use and kept as long as the trace is; of many traces, only the
-    latest keep what is large.
+    """Return the full cache's side of a trace, made on first use and kept as long as the trace.
+
+    Of many traces, only the latest keep their large tensors.
     """
     found = trace.share("reference", lambda: Reference(trace))
     others = [each for each in _latest if each() not in (None, found)]

@@ -116,8 +116,10 @@ def _readings(steps: slice, sets: list[Tensor], length: int) -> Iterator[Reading
 
 
 def similar_runs(steps: list[int], sizes: list[int]) -> list[slice]:
-    """Steps one behind the other that read about equally many entries, since places are looked at in all steps of a
-    reading: MorphKV's first step reads the whole prompt, and no other does.
+    """Group steps that follow one another and read about equally many entries.
+
+    A reading looks at each of its places in all of its steps, so steps of very different sizes would waste work.
+    MorphKV's first step reads the whole prompt, and no other does.
 
     Args:
         steps: ascending.

@@ -32,9 +32,10 @@ class Means(dict):
 
 
 class Summary(pd.DataFrame):
-    """A pandas table that prints as many of its first columns as fit into the terminal, and names the others below:
-    pandas itself would leave out the middle ones, and let a signature push the numbers aside. Of several documents the
-    document is printed first where it would not fit.
+    """A pandas table that prints as many of its first columns as fit into the terminal, and names the others below.
+
+    pandas itself would leave out the middle columns, and let a signature push the numbers aside. A table of several
+    documents prints the document first where it would not fit.
     """
 
     @property

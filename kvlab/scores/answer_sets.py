@@ -67,7 +67,7 @@ class Compared:
 def read_sets(path: str | os.PathLike) -> dict[str, Answers]:
     """The sets of answers in a folder, or in one file whose lines name their task: name -> answers by task.
 
-    A file `TASK.jsonl` belongs to the folder's own set and `NAME__TASK.jsonl` to the set NAME; in any other file each
+    A file `TASK.jsonl` belongs to the folder's own set, and `NAME__TASK.jsonl` to the set NAME. In any other file each
     line has a field `task`, and the set has the file's name. Files may be compressed (`.jsonl.gz`).
 
     Raises:
@@ -98,7 +98,7 @@ def read_set(path: str | os.PathLike) -> tuple[str, Answers]:
 
 
 def _named(file: Path) -> tuple[str, str]:
-    """The set and the task that a file's name tells; the set of a task alone is empty, and so is a task not told."""
+    """Read the set and the task from a file's name: the set is "" for a task alone, the task "" where none is known."""
     stem = file.name.removesuffix(".gz").removesuffix(".jsonl")
     name, _, task = stem.rpartition("__")
     return (name, task) if task in scores.LONGBENCH else (stem, "")

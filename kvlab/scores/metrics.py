@@ -20,8 +20,8 @@ from typing import Any
 
 from kvlab.errors import KvlabError
 
-# What LongBench strips from Chinese words. Only the closing one of the marks around titles is among them, and of the
-# full-width forms the full stop is not.
+# LongBench strips these from Chinese words. Of the marks around titles, only the closing one is among them. Of the
+# full-width forms, the full stop is missing.
 _CHINESE_PUNCTUATION = frozenset(
     string.punctuation
     + "".join(chr(ord(sign) + 0xFEE0) for sign in string.punctuation if sign != ".")
@@ -65,8 +65,8 @@ def rouge_l_zh(prediction: str, answer: str) -> float:
 def classification(prediction: str, answer: str, classes: Sequence[str]) -> float:
     """1 / the number of classes that the prediction names, if `answer` is among them, else 0.
 
-    A class whose name is a part of the right one's does not count; but, as in LongBench's script, the class after one
-    that was just dropped is not looked at.
+    A class whose name is a part of the right one's does not count. But the class after one that was just dropped is not
+    looked at, as in LongBench's script.
     """
     named = [name for name in classes if name in prediction]
     at = 0

@@ -33,7 +33,7 @@ class Arithmetic(Task):
     The value asked for results from a chain of `difficulty` additions and subtractions (0: a number is assigned). The
     rest of the length is filled with similar assignments to other variables. They use numbers, each other and the
     chain, but the chain does not need them. Every assignment comes after those that it uses. No other variable and no
-    number has the value of the answer (except the number that is assigned at difficulty 0); values lie between 1 and
+    number has the value of the answer, except the number that is assigned at difficulty 0. Values lie between 1 and
     199.
 
     `trials` counts the examples for each length and difficulty. Score: `score`, whether the first whole number of the
@@ -90,13 +90,13 @@ class Arithmetic(Task):
 
 @dataclass(frozen=True)
 class _Line:
-    """An assignment. `depth` in (0, 1) orders the lines; a line's place is above those of the variables it uses."""
+    """An assignment. `depth` in (0, 1) orders the lines; a line has a larger depth than the variables that it uses."""
 
     name: str
     text: str
     value: int
     depth: float
-    number: int  # the number that stands in it
+    number: int  # the number in its text
 
 
 def _names(draw: Random) -> Iterator[str]:
@@ -123,7 +123,7 @@ def _dependent(draw: Random, name: str, depth: float, on: _Line) -> _Line:
 
 
 def _chain(draw: Random, names: Iterator[str], difficulty: int) -> list[_Line]:
-    """The lines that lead to the one asked for; its value stands nowhere else."""
+    """The lines that lead to the variable asked for; its value occurs nowhere else."""
     own = [next(names) for _ in range(difficulty + 1)]
     depths = sorted(draw.random() for _ in own)
     while True:

@@ -22,22 +22,23 @@ if TYPE_CHECKING:
 
 ASKED = "\n\nReason step by step, and put the final answer in \\boxed{}."
 SECONDS = 5
-"""After this long a comparison is given up, and the answer counts as wrong."""
+"""A comparison that takes longer is given up, and the answer counts as wrong."""
 WORDS = 8
 
 
 class Competition(Task):
     """Problems from a JSONL file, a short prompt and a long answer each.
 
-    A line has `problem` (or `question`) and `answer`; without an `answer` it is what `solution` has in \\boxed{}, and
-    of an `answer` that ends with `#### 42` it is what follows. `id` (or `unique_id`), `level`, `subject` (or `type`)
-    are taken where they are there; capitals do not matter.
+    A line has `problem` (or `question`) and `answer`. Without an `answer`, the content of \\boxed{} in `solution` is
+    the answer. Of an `answer` that ends with `#### 42`, only the part after the mark counts. `id` (or `unique_id`),
+    `level` and `subject` (or `type`) are read where a line has them. Capitals in these names do not matter.
 
     Scores, each in [0, 1]:
-        correct: whether the answer in \\boxed{} (else the last formula or number) equals the file's, as math-verify
-            compares them: fractions, roots, sets, intervals, percentages, units left out.
+        correct: whether the answer in \\boxed{} (else the last formula or number) equals the file's. math-verify
+            compares them as fractions, roots, sets, intervals and percentages, with units left out.
         answered: whether there is a \\boxed{} at all. An answer that was cut off has none.
-        repetition: the share of the response's runs of eight words that were there before: a model that rambles.
+        repetition: the share of the response's runs of eight words that came before. It is high for a model that
+            rambles.
 
     Attributes:
         file: the JSONL file.
@@ -162,7 +163,7 @@ def equal(answer: str, prediction: str) -> bool:
 
 
 def repetition(text: str) -> float:
-    """The share of a text's runs of eight words that stand in it earlier; 0 for a text of fewer.
+    """The share of a text's runs of eight words that came earlier in it; 0 for a text of fewer words.
 
     >>> repetition("one two three " * 10)
     0.87

@@ -31,17 +31,17 @@ class LongBench(Task):
     """LongBench's records with its conventions: prompts, middle truncation, longest answers, metrics.
 
     A record has a context and an input, which go into `longbench_prompts`, or a ready `prompt`. In a ready prompt the
-    question is found where it begins as in LongBench's own prompts. A prompt that is too long loses its middle: half of
-    the tokens that fit stay at its start and half at its end (cut between characters of the text, where LongBench
-    decodes token ids). Six tasks (few-shot and code) go without the chat template. An answer to samsum ends with its
-    first line, as in LongBench. The order is fixed and `seed` changes nothing.
+    question begins with the same words as in LongBench's own prompts. A prompt that is too long loses its middle: half
+    of the tokens that fit stay at its start, and half at its end. It is cut between characters of the text, whereas
+    LongBench decodes token ids. Six tasks (few-shot and code) go without the chat template. An answer to samsum ends
+    with its first line, as in LongBench. The order is fixed, and `seed` changes nothing.
 
     Attributes:
         folder: a folder of .jsonl files, or one file.
         hub: fetch LongBench itself from the hub (114 MB, once, into the cache); nothing is fetched otherwise.
         tasks: names of the tasks wanted; empty for all that are there.
         length: longest prompt in tokens, chat template included; None for the model's context less the answer.
-        longer: what becomes of longer prompts: "cut" in the middle, or "skip".
+        longer: the treatment of longer prompts: "cut" in the middle, or "skip".
     """
 
     name: ClassVar[str] = "longbench"
@@ -133,8 +133,8 @@ class LongBench(Task):
 def parts(record: longbench_records.Record) -> tuple[str, str]:
     """The context and the question of a record's prompt; joined they are the prompt.
 
-    In a ready prompt the question begins at the last place where LongBench's prompts of that task begin it; without
-    such a place it is empty.
+    In a ready prompt the question begins at the last occurrence of the words that begin it in LongBench's prompts of
+    that task. Without such an occurrence it is empty.
     """
     prompt = PROMPTS[record.task]
     if record.prompt is None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 class Prompt:
     """A task's prompt: `before` + context, then, as the question, `after` with the input instead of its "{input}".
 
-    `starts` is how the question begins in the prompts of LongBench's authors; in a record with a whole prompt of its
-    own the question begins at the last occurrence.
+    `starts` is the beginning of the question in the prompts of LongBench's authors. In a record with a whole prompt of
+    its own, the question begins at the last occurrence of `starts`.
     """
 
     before: str

@@ -30,9 +30,10 @@ _FILLER = frozenset(_FILLERS.split())
 class LongGen(Task):
     """LongGenBench's four kinds (diary, menu, skyscraper, city), from its JSONL or made here for small models.
 
-    Without a `file`, prompts of the same four kinds are made that ask for `entries` short entries: two or more things
-    in one entry each (once), one over neighbouring entries (range), one at equal distances (periodic). The chat
-    template is used where the model has one, and the answer begins with the first entry's heading.
+    Without a `file`, kvlab makes prompts of the same four kinds that ask for `entries` short entries. Two or more
+    things must be in one entry each (once). One thing must be in neighbouring entries (range), and one in entries at
+    equal distances (periodic). The chat template is used where the model has one. The answer begins with the first
+    entry's heading.
 
     Scores, each in [0, 1] (section 3 of the paper; MorphKV's table 2):
         completion: share of the wanted entries that are there, with a text.
@@ -57,7 +58,7 @@ class LongGen(Task):
     """
 
     name: ClassVar[str] = "longgen"
-    summary: ClassVar[str] = "LongGenBench: long responses of numbered entries, checked for what had to be in which"
+    summary: ClassVar[str] = "LongGenBench: long responses of numbered entries, each checked for its required content"
     metric: ClassVar[str] = "accuracy"
 
     file: PathText | None = None
@@ -172,8 +173,9 @@ def holds(entry: str, phrase: str, share: float = 0.75) -> bool:
 def read(path: str | os.PathLike, chat: bool = True) -> list[Example]:
     """The examples of a LongGenBench JSONL file; raises KvlabError, with file and line number, for anything else.
 
-    Fields: prompt, checks_once, checks_range, checks_periodic (number of an entry -> what it must hold), type (what
-    entries are called), prefix (the first entry's heading, which the prompt ends with) and number (of entries).
+    A line has the fields `prompt`, `type` (the word for an entry) and `number` (of entries). `checks_once`,
+    `checks_range` and `checks_periodic` map the number of an entry to the text that it must hold. `prefix` is the first
+    entry's heading, with which the prompt ends.
     """
     path, examples = expanded(path), []
     for line, text in jsonl(path):

@@ -69,8 +69,8 @@ def piece_lengths(lm: LM, pieces: Sequence[str]) -> list[int]:
 def fit(lm: LM, build: Callable[[int], Example], target: int, label: str, slope: float = 1.0) -> Example:
     """The example `build(n)` of at most `target` tokens and at most 2 % below that; its mark `tokens` says how many.
 
-    From a larger n >= 0 `build` makes a longer example (sometimes an equal one), with about `slope` tokens for each n;
-    from the same n it must make the same one. As a rule two or three examples are encoded.
+    From a larger n >= 0 `build` makes a longer example, or sometimes an equal one, with about `slope` tokens for each
+    n. From the same n it must make the same example. As a rule two or three examples are encoded.
 
     Raises:
         KvlabError: the wanted length is below what build(0) takes, beyond the model's context, or cannot be met.

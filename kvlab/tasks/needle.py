@@ -41,15 +41,21 @@ _SMALL = frozenset(_SMALL_WORDS.split())
 class Needle(Task):
     """The grid of lengths and depths of RocketKV's figures 12-14 and DapQ's figure 5.
 
-    A needle stands at the boundary of sentences that is nearest to its depth, a share of the hay's tokens; the hay is
-    the same at all depths of a length and trial. Kinds: `number` (five digits), `word` (a noun that the hay does not
-    have), `sentence` (what is best to do in a town: two deeds and a time). `document` is a name that `kvlab.document`
-    knows, or the path of a text file; a document shorter than the prompt is repeated. `trials` counts the needles for
-    each kind, length and depth.
+    A needle is at the boundary of sentences that is nearest to its depth, a share of the hay's tokens. The hay is the
+    same at all depths of a length and trial. `document` is a name that `kvlab.document` knows, or the path of a text
+    file. A document shorter than the prompt is repeated. `trials` counts the needles for each kind, length and depth.
 
-    Scores: `exact`, whether the answer stands in the prediction (as a whole number or word; case and punctuation do
-    not matter), and `score`: the same for numbers and words; for sentences it is word recall, the share of the answer's
-    words (without small ones) that stand in the prediction.
+    The kinds of needles are:
+
+    - `number`: five digits;
+    - `word`: a noun that the hay does not have;
+    - `sentence`: the best thing to do in a town, with two deeds and a time.
+
+    The scores are:
+
+    - `exact`: whether the answer is in the prediction, as a whole number or word. Case and punctuation do not matter.
+    - `score`: the same for numbers and words. For sentences it is word recall: the share of the answer's words, without
+      small ones, that are in the prediction.
     """
 
     name: ClassVar[str] = "needle"

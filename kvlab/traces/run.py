@@ -101,7 +101,7 @@ def capture(
             raise KvlabError(f"{path} takes one trace, and not several; capture them one by one, each into its own")
         options = chat, queries, accumulate, pseudo, policies, None, chunk
         bar = progress_bars.each(text_or_ids, "capture", "doc", progress)
-        # What one document takes has a bar of its own, in `_recorded`.
+        # Each document also has a bar of its own, in `_recorded`.
         return [
             _recorded(lm, planned(lm, prompt, new_tokens, window, *options), chat, keep, None, progress)
             for prompt in bar

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvlab.inputs.models import LM
     from kvlab.traces.recording import OnePrompt, SeveralPrompts
 
-# What a trace's numbers can depend on besides the weights and the plan; a change of any of these captures anew.
+# A trace's numbers can depend on these files, not only on the weights and the plan. A change of any captures anew.
 CODE = (
     "core/adapter.py",
     "core/attention.py",
@@ -89,11 +89,11 @@ def shared(
 def shared(
     lm: LM | torch.nn.Module, text_or_ids: OnePrompt | SeveralPrompts, *args: Any, **options: Any
 ) -> Trace | list[Trace]:
-    """`kvlab.capture` with a memory: what the same model was asked to record before is read from disk.
+    """Capture as `kvlab.capture` does, or read the trace from disk where the same model has recorded it before.
 
-    Two calls share a file if they would run and record the same, however they are put: by position or by name, with a
-    default left out or written, by the names of policies or by what these need. Processes that want the same trace at
-    the same time wait for the one that captures it. A damaged file is captured again.
+    Two calls share a file if they would run and record the same. Arguments may come by position or by name, and
+    defaults may be left out or written. Policies may come by their names or by their needs. Processes that want the
+    same trace at the same time wait for the one that captures it. A damaged file is captured again.
 
     Args:
         lm: from `kvlab.load` or `kvlab.random_lm`.
@@ -155,11 +155,11 @@ def _one(asked: dict[str, Any], limit_gb: float, progress: bool | None, wait: fl
                 path.unlink(missing_ok=True)
             else:
                 return move(trace, keep, lm.device)
-        # A long one is never held in memory besides.
+        # A long trace is written straight into its file, and is never in memory as well.
         into = path if plan.chunk < len(plan.ids) else None
         trace = capture(**asked, into=into, progress=progress)
         if into is None:
-            # What lies in the file need not lie in memory, too: twenty documents of 2,000 tokens are 5 GB.
+            # The trace need not be in memory and in the file: twenty documents of 2,000 tokens are 5 GB.
             trace = move(Trace.load(trace.save(path)), keep, lm.device)
     prune(limit_gb)
     return trace
@@ -168,7 +168,7 @@ def _one(asked: dict[str, Any], limit_gb: float, progress: bool | None, wait: fl
 def prune(limit_gb: float | None = None) -> list[Path]:
     """Remove the least recently used traces until the rest fit into `limit_gb`; the newest always stays.
 
-    What a process that was killed left half-written goes after a day. Raises KvlabError for a `KVLAB_TRACES_GB` that is
+    A file that a killed process left half-written goes after a day. Raises KvlabError for a `KVLAB_TRACES_GB` that is
     no number of gigabytes.
     """
     limit = (_limit() if limit_gb is None else limit_gb) * 1e9
@@ -206,8 +206,9 @@ def _limit() -> float:
 
 @contextmanager
 def _locked(path: Path, wait: float) -> Iterator[None]:
-    """Hold a lock shared by all traces whose names begin alike, so that the lock files are few and none is ever
-    removed: removing one while another process waits for it would let two in.
+    """Hold a lock shared by all traces whose names begin alike.
+
+    So lock files are few and none is ever removed: removing one while another process waits for it would let two in.
     """
     from filelock import FileLock, Timeout
 

@@ -37,10 +37,10 @@ def train(
     held_out: Sequence[Document] = (),
     progress: bool | None = None,
 ) -> Surrogate:
-    """A surrogate of a model: for each layer and KV head, the ridge regression with an intercept without penalty.
+    """Train a surrogate of a model: for each layer and KV head, a ridge regression with an intercept without penalty.
 
-    The penalty is that of the authors' linear variant. Their texts have 750 to 1,250 tokens, are of nine kinds, and 500
-    tokens of each are drawn; here all tokens count, those of the chat template too. The solution is exact, in float64;
+    The penalty is that of the authors' linear variant. Their texts have 750 to 1,250 tokens and are of nine kinds; they
+    draw 500 tokens of each. Here all tokens count, those of the chat template too. The solution is exact, in float64;
     the weights are stored in float16. Cost: for each document one prefill, and a pass that repeats it.
 
     Args:
@@ -107,8 +107,10 @@ def explained(surrogate: Surrogate, hidden: Tensor, scores: Tensor) -> Tensor:
 
 
 def _added(products: list[Tensor], hidden: Tensor, scores: Tensor) -> list[Tensor]:
-    """The sums of products that the regression needs, with one more text: of each layer, float64
-    `[width + 1, width + 1 + kv_heads]`, on the CPU; the last row and column of the hidden states are ones.
+    """Add one more text to the sums of products that the regression needs.
+
+    Each layer has float64 `[width + 1, width + 1 + kv_heads]`, on the CPU. The hidden states have a last channel of
+    ones, for the intercept.
     """
     found = []
     for layer, (states, wanted) in enumerate(zip(hidden, scores, strict=True)):

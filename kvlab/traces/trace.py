@@ -420,7 +420,7 @@ class Trace:
         return made.to(target)
 
 
-# Those that move with a trace, besides those by key.
+# The tensors that move with a trace; `_BY_KEY` names those by key.
 _TENSORS = (
     "queries",
     "keys",

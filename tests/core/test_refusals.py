@@ -25,8 +25,8 @@ LATENT = HEADED | dict(
     moe_intermediate_size=16,
 )
 KNOWN = (
-    " kvlab hooks attention that goes through transformers' attention interface and has a q_proj or a qkv_proj, "
-    "as in Llama, Mistral, Qwen, Phi-3 and Gemma, and latent attention as in DeepSeek-V3"
+    " kvlab hooks attention through transformers' attention interface with a q_proj or qkv_proj (as in Llama, Mistral, "
+    "Qwen, Phi-3, Gemma), and latent attention (as in DeepSeek-V3)"
 )
 NONE = " has no attention, and so no KV cache to look into or to compress;" + KNOWN
 UNSEEN = " does not call transformers' attention interface, so kvlab cannot see its attention;" + KNOWN

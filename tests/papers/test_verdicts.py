@@ -371,7 +371,7 @@ def test_without_what_a_claim_rests_on_it_is_not_measured(p, verdict):
     found = judge(tested, {"m": -0.6, "signal/p": p}, {"m": (-0.7, -0.5)})
     assert found.verdict == verdict and found.value == -0.6
     if verdict == "not measured":
-        assert found.why.startswith("What this would rest on is not given: signal/p = ")
+        assert found.why.startswith("A required condition is not met: signal/p = ")
     assert judge(tested, {"m": 0.6}).why == "no run has measured signal/p"
 
 

@@ -8,8 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.paths import ROOT
 
-from kvlab.methods.snapkv import SnapKV
-
 ALLOWED = words.allowed()
 ANEW = "python tests/project/words.py --write"
 
@@ -142,35 +140,43 @@ def test_docstrings_leave_out_examples_and_separate_what_they_list():
 
 
 MODULE = '''"""About the module."""
-import warnings
-def public(path):
-    """Not a name of the reference."""
+import warnings  # noqa: E402
+def private(path):
+    """Return the *name* of `path`."""
     if path:
-        raise ValueError(f"{path!r} is " + ("small" if path < 3 else f"large: {path.name}") + "; use 3\\nor 4")
-    warnings.warn("It warns.")
-    raise TypeError(message(path))
+        raise ValueError(f"{path!r} is " + ("small" if path < 3 else f"large: {path.name}") + "; use 3\\nor the other")
+    warnings.warn("It does warn.")  # a reason
+    raise TypeError(message(path, "key", f"{', '.join(path)} is {word('an own text')}"))
+# Two lines
+# of one reason.
 @app.command(epilog="no prose")
-def run(budget: Annotated[int, typer.Option("--budget", help="Entries of `x y`.")] = 3):
+def run(budget: Annotated[int, typer.Option("--budget", help="Entries of `x y`, or more.")] = 3):
     """Run it."""
 '''
 
 
-def test_code_gives_messages_help_and_the_docstrings_of_modules_and_commands(tmp_path):
+def test_code_gives_docstrings_comments_and_strings_of_several_words(tmp_path):
     path = tmp_path / "module.py"
     path.write_text(MODULE, encoding="utf-8")
     assert [part for _, part in words.passages(path)] == [
-        *("About the module.", "X is small; use 3", "or 4", "X is large: X; use 3", "or 4", "It warns."),
-        *("Run it.", "Entries of X."),
+        *(
+            "About the module.",
+            "Return the name of X.",
+            "X is small; use 3",
+            "or the other",
+            "X is large: X; use 3",
+        ),
+        *("It does warn.", "X is X", "an own text", "Run it.", "Entries of X, or more."),
+        *("a reason", "Two lines of one reason."),
     ]
 
 
-def test_docstrings_of_public_names_are_read_and_no_others():
-    parts = [part for _, part in words.passages(ROOT / "kvlab" / "methods" / "snapkv.py")]
-    assert words.plain(SnapKV.__doc__.split("\n")[0]) in parts
-    assert words.plain(SnapKV.scores.__doc__) in parts
-    public = words.public()[ROOT / "kvlab" / "live" / "session.py"]
-    assert {"compress", "Session"} <= public
-    assert not [name for name in public if name.startswith("_")]
+def test_a_claims_fields_are_read_and_its_keys_are_not(tmp_path):
+    path = tmp_path / "paper.yaml"
+    path.write_text(
+        "a long key:\n  note: >-\n    One\n    long note.\n  tests: [short, It has words.]\nempty:\n", encoding="utf-8"
+    )
+    assert [*words.passages(path)] == [(2, "One long note."), (5, "It has words.")]
 
 
 @pytest.mark.parametrize(

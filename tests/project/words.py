@@ -3,23 +3,26 @@
 python tests/project/words.py README.md docs/start.md    # print each long sentence and banned word as FILE:LINE
 python tests/project/words.py --write                    # lower the numbers in words.csv to what is left
 
-The texts are README.md, CHANGELOG.md, docs/, the notebooks' Markdown, and in kvlab/: public docstrings, commands' help,
-warnings and error messages. words.csv lists how many problems a file may still have. The numbers can only fall.
+The texts are README.md, CHANGELOG.md, docs/, the notebooks' Markdown, the claims and experiments, and all docstrings,
+comments and strings of kvlab/ and benchmarks/. words.csv lists how many problems a file may still have. The numbers
+can only fall.
 """
 
 from __future__ import annotations
 
 import ast
 import csv
-import functools
-import importlib.util
 import inspect
+import io
 import json
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = Path(__file__).with_name("words.csv")
@@ -52,6 +55,9 @@ _BEFORE_NUMBER = re.compile(r"(?:^|[\s(\[])(?:figs?|eqs?|secs?|tabs?|apps?|alg|t
 _BEFORE_SMALL = re.compile(r"(?:etc|incl|\.\.|…)\.$", re.IGNORECASE)
 _ITEM = re.compile(r"\s*(?:[*+-]|\d+[.)])\s+")
 _FENCE = re.compile(r"\s*(`{3,}|~{3,}|:{3,})")
+_MARK = re.compile(r"#+\s*(?:type:|noqa|pragma|pyright:|fmt:|%%)")
+_DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_TEXT = ast.Constant | ast.JoinedStr | ast.BinOp | ast.IfExp
 _SKIPPED = re.compile(r"\s*(?:#|\||\[[^\]]+\]:\s|:[\w-]+:|={3,}$|-{3,}$)")
 
 
@@ -156,79 +162,76 @@ def literal(node: ast.AST | None) -> Iterator[str]:
 
 
 def code(path: Path) -> Iterator[tuple[int, str]]:
-    """The paragraphs of a module: public docstrings, commands' help, messages of errors and warnings."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    names = public().get(path.resolve(), set())
+    """The paragraphs of a module: docstrings, comments, and strings of several words: messages, help, labels."""
+    text = path.read_text(encoding="utf-8")
 
-    def texts(node: ast.AST, prefix: str) -> Iterator[tuple[int, str]]:
+    def texts(node: ast.AST) -> Iterator[tuple[int, str]]:
+        if isinstance(node, _DOCUMENTED) and (found := ast.get_docstring(node, clean=False)):
+            yield from docstring(found, node.body[0].lineno)
         for child in ast.iter_child_nodes(node):
-            inner = prefix
-            if isinstance(child, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-                inner = f"{prefix}{child.name}."
-                owner = prefix.rstrip(".")
-                told = not child.name.startswith("_") and (inner.rstrip(".") in names or (owner and owner in names))
-                if (told or _command(child)) and (text := ast.get_docstring(child, clean=False)):
-                    yield from docstring(text, child.body[0].lineno)
-            elif isinstance(child, ast.Call):
-                yield from _help(child)
-                if ast.unparse(child.func) in ("warnings.warn", "warn"):
-                    yield from _messages(child)
-            elif isinstance(child, ast.Raise) and isinstance(child.exc, ast.Call):
-                yield from _messages(child.exc)
-            yield from texts(child, inner)
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+                continue  # a docstring
+            if isinstance(child, _TEXT) and (parts := [*literal(child)]):
+                lines = dict.fromkeys(line for part in parts for line in part.split("\n") if line.count(" ") > 1)
+                yield from ((child.lineno, plain(line)) for line in lines)
+                yield from inner(child)
+            else:
+                yield from texts(child)
 
-    if text := ast.get_docstring(tree, clean=False):
-        yield from docstring(text, 1)
-    yield from texts(tree, "")
+    def inner(node: ast.AST) -> Iterator[tuple[int, str]]:
+        """The texts of the values that are put into a text."""
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FormattedValue):
+                yield from texts(child)
+            elif not isinstance(child, ast.Constant):
+                yield from inner(child)
 
-
-def _command(node: ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef) -> bool:
-    return any(re.search(r"\.(command|callback)\b", ast.unparse(each)) for each in node.decorator_list)
+    yield from texts(ast.parse(text))
+    yield from comments(text)
 
 
-def _help(call: ast.Call) -> Iterator[tuple[int, str]]:
-    for keyword in call.keywords:
-        if keyword.arg in ("help", "short_help"):
-            yield from ((keyword.value.lineno, plain(text)) for text in literal(keyword.value))
+def comments(text: str) -> Iterator[tuple[int, str]]:
+    """The comments of a module; those of lines that follow one another are one paragraph. No marks for tools."""
+    part: list[str] = []
+    first = last = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type != tokenize.COMMENT or _MARK.match(token.string):
+            continue
+        line, alone = token.start[0], not token.line[: token.start[1]].strip()
+        if part and not (alone and line == last + 1):
+            yield first, plain(" ".join(part))
+            part = []
+        first = first if part else line
+        last = line if alone else 0
+        part.append(token.string.lstrip("#: ").strip())
+    if part:
+        yield first, plain(" ".join(part))
 
 
-def _messages(call: ast.Call) -> Iterator[tuple[int, str]]:
-    for value in (*call.args, *(keyword.value for keyword in call.keywords)):
-        for text in literal(value):
-            yield from ((value.lineno, plain(line)) for line in text.split("\n") if line.strip())
+def fields(path: Path) -> Iterator[tuple[int, str]]:
+    """The texts of a YAML file, as of papers' claims and experiments: values of several words, and no keys."""
 
+    def texts(node: yaml.Node) -> Iterator[tuple[int, str]]:
+        if isinstance(node, yaml.ScalarNode):
+            if node.value.count(" ") > 1:
+                yield node.start_mark.line + 1, plain(node.value)
+        elif isinstance(node, yaml.MappingNode):
+            for _, value in node.value:
+                yield from texts(value)
+        else:
+            for value in node.value:
+                yield from texts(value)
 
-@functools.cache
-def public() -> dict[Path, set[str]]:
-    """The names that the reference of the site explains and those of the policies, by the file that defines them."""
-    spec = importlib.util.spec_from_file_location("site_build", ROOT / "docs" / "site" / "build.py")
-    build = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(build)
-    import kvlab
-    from kvlab.methods import registry
-
-    named = [f"kvlab.{name}" for names in (kvlab.__all__, *build.NAMES.values()) for name in names]
-    made = [*registry().values()]
-    for name in (*named, *build.OPTIONS):
-        home, _, last = name.rpartition(".")
-        made.append(getattr(importlib.import_module(home), last))
-    found: dict[Path, set[str]] = {}
-    for each in made:
-        each = inspect.unwrap(each) if callable(each) else each
-        if inspect.isclass(each) or inspect.isfunction(each):
-            found.setdefault(Path(inspect.getsourcefile(each)).resolve(), set()).add(each.__qualname__)
-    for modules in build.MODULES.values():
-        for name in modules:
-            module = importlib.import_module(name)
-            own = {key for key, value in vars(module).items() if getattr(value, "__module__", None) == name}
-            found.setdefault(Path(module.__file__).resolve(), set()).update(own)
-    return found
+    if root := yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader):
+        yield from texts(root)
 
 
 def passages(path: Path) -> Iterator[tuple[int, str]]:
     """The paragraphs of a file with the lines at which they begin."""
     if path.suffix == ".py":
         yield from code(path)
+    elif path.suffix == ".yaml":
+        yield from fields(path)
     elif path.suffix == ".ipynb":
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
             if cell["cell_type"] == "markdown":
@@ -255,7 +258,9 @@ def problems(path: Path) -> list[Problem]:
 def files() -> list[str]:
     """The files with texts that people read, from the project's root."""
     found = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "notebooks").glob("*.ipynb")]
-    found += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "kvlab").rglob("*.py")]
+    found += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "experiments").glob("*.yaml")]
+    found += [*(ROOT / "kvlab").rglob("*.py"), *(ROOT / "kvlab").rglob("*.yaml")]
+    found += [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "docs").rglob("*.py")]
     return sorted(path.relative_to(ROOT).as_posix() for path in found)
 
 

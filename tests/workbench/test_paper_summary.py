@@ -42,8 +42,8 @@ def test_on_one_model_it_says_what_holds_what_fails_and_what_is_open():
     assert told == [
         "It claims to be small.",
         "Of its 6 findings, on small 3 hold, 1 holds in direction only, 1 fails and 1 is undecided.",
-        "What holds, at least in direction: one; two; table 2 (2 findings); what fails: three.",
-        "What stays undecided: four.",
+        "These hold, at least in direction: one; two; table 2 (2 findings); these fail: three.",
+        "These stay undecided: four.",
         "On small none of 6 printed numbers that ours can be compared with lies inside our interval.",
     ]
 
@@ -53,7 +53,7 @@ def test_a_finding_of_several_claims_stands_as_its_weakest():
     told = digest([first, second, finding("two", "holds")], [SMALL])
     assert told[:2] == [
         "Of its 2 findings, on small 1 holds and 1 fails.",
-        "What holds, at least in direction: two; what fails: one.",
+        "These hold, at least in direction: two; these fail: one.",
     ]
 
 
@@ -69,8 +69,8 @@ def test_on_several_models_it_says_where_they_differ_and_where_size_leads():
     ]
     told = digest(both, [SMALL, LARGE])
     assert told[0].endswith("on small 1 holds and 2 fail; on large 2 hold.")
-    assert told[1] == "What holds on both models, at least in direction: same."
-    assert "What holds on some models and fails on others: grows." in told
+    assert told[1] == "These hold on both models, at least in direction: same."
+    assert "These hold on some models and fail on others: grows." in told
     assert not any("once" in sentence for sentence in told), "one model is not every model"
     assert told[-1].startswith(
         "On large 1 of 2 printed numbers that ours can be compared with lies inside our interval"
@@ -86,7 +86,7 @@ def test_what_one_model_leaves_open_does_not_turn():
         finding("half told", "holds", model=LARGE, value=0.5),
     ]
     told = digest(both, [SMALL, LARGE])
-    assert "None is told to hold on one model and to fail on another; undecided on one at least: half told." in told
+    assert "None clearly holds on one model and fails on another. Undecided on one at least: half told." in told
 
 
 def test_a_change_in_no_order_of_size_is_not_left_out():
@@ -103,10 +103,10 @@ def test_what_fewer_models_measured_is_said_with_their_names():
         *(finding("on two", "holds", model=model) for model in (SMALL, LARGE)),
         finding("nowhere else", "holds", model=LARGE),
     ]
-    (told,) = [sentence for sentence in digest(found, three) if sentence.startswith("What holds")]
+    (told,) = [sentence for sentence in digest(found, three) if sentence.startswith("These hold")]
     assert told == (
-        "What holds on each of the fewer models that measured it, at least in direction: on two (on small and large); "
-        "what fails on all three models: everywhere."
+        "These hold on each of the fewer models that measured them, at least in direction: on two (on small and "
+        "large); these fail on all three models: everywhere."
     )
 
 

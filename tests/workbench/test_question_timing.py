@@ -1,4 +1,4 @@
-"""Scores with the question read beside those with it held back."""
+"""Scores with the question read, and with it held back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def test_both_moments_of_a_board_stand_side_by_side():
     (first, (think,)), (second, (snapkv,)) = table.rows
     assert (first, second) == ("think", "snapkv"), "what takes no budget is there, and the best comes first"
     assert (snapkv.read.score, snapkv.held.score, snapkv.clear, think.clear) == (80, 20, -1, 0)
-    assert table.losing == [(1, 2)] and table.description == "clearly more lost with it held back: 1 of 2 policies on a"
+    assert table.losing == [(1, 2)]
+    assert table.description == "clearly more lost by holding it back: 1 of 2 policies on a"
 
 
 @pytest.mark.parametrize(
@@ -88,10 +89,10 @@ def test_the_kept_scores_are_drawn_so():
     snapkv = dict(needles.rows)["snapkv"][needles.models.index("qwen2.5-coder-0.5b")]
     assert (round(snapkv.read.score), round(snapkv.held.score), snapkv.clear) == (100, 33, -1), "15 and 5 of fifteen"
     text = page.render(snapshots.kept(folder), scores=found)["report.html"]
-    assert "What holding the question back costs" in text
+    assert "Cost of compressing before the question" in text
     drawn = sum(both is not None for table in tables for _, cells in table.rows for both in cells)
     assert text.count('<svg class="moved') == drawn > 100
-    assert 'aria-label="100 % with the question read, 33 % with it held back"' in text
+    assert 'aria-label="100 % with the question read, 33 % compressed before it"' in text
 
 
 def test_the_full_cache_is_drawn_where_it_is_on_the_prompts_of_the_row():

@@ -80,7 +80,7 @@ def test_numbers_that_a_seed_does_not_reach_are_counted():
     drawn = [{**line, "value": str(place)} for place, line in enumerate(lines(*["holds"] * 6))]
     fixed = [{**line, "value": line["documents"]} for line in lines(*["fails"] * 6, claim=TIGHT)]
     (told,) = stability.sentences(stability.measured(drawn + fixed))
-    assert "in all 0 of 10 verdicts" in told and "; 4 of the 10 repeat the numbers of another seed" in told
+    assert "In all, 0 of 10 verdicts" in told and ". 4 of the 10 repeat the numbers of another seed" in told
     (told,) = stability.sentences(stability.measured(drawn))
     assert "repeat" not in told
 
@@ -95,7 +95,7 @@ def test_the_sentence_counts_findings_and_verdicts():
     (told,) = stability.sentences(found)
     assert "with the seeds 0, 1 and 2 and the texts mixed/8 and mixed/8b" in told
     assert "of 2 quoted findings 2 flip at least once (1 from holding to failing or back)" in told
-    assert "in all 2 of 6 verdicts are not that of the first run (33%)" in told
+    assert "In all, 2 of 6 verdicts are not that of the first run (33%)" in told
     assert told.startswith("How often does a verdict flip? On toy (quick profile), ")
     assert stability.sentences(stability.measured(lines("holds", seeds=("0",), documents=("mixed/8",)))) == []
 

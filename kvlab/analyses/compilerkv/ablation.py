@@ -1,4 +1,4 @@
-"""CompilerKV, table 2: the stabilised utility removed; and the way from CompilerKV to SnapKV, one change at a time."""
+"""CompilerKV, table 2: without the stabilised utility; and the way from CompilerKV to SnapKV, one change at a time."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ HEADS_WORSE = "heads_worse/{percent}"
 
 
 def table_2(traces: Sequence[Trace], tables: str | None, share: float) -> Findings:
-    """Table 2: what is lost with raw attention instead of the stabilised utility, as a share of what CompilerKV keeps.
+    """Measure table 2: the loss by raw attention instead of the stabilised utility, as a share of CompilerKV's value.
 
     Both fill the budget, so that both store the same.
 
     Returns:
-        The table of `sweep`; metrics `ablation/kept/raw_attention` and `ablation/recall/raw_attention` (1 - without /
-        with), and `ablation/error/raw_attention` (without / with - 1), positive where the part helps;
-        `ablation/stored/full` and `ablation/stored/raw_attention` (entries).
+        The table of `sweep`. The first three metrics are positive where the part helps:
+        - `ablation/kept/raw_attention` and `ablation/recall/raw_attention`: 1 - without / with.
+        - `ablation/error/raw_attention`: without / with - 1.
+        - `ablation/stored/full` and `ablation/stored/raw_attention`: entries.
     """
     whole = CompilerKV(budget=share, tables=tables, pad="budget")
     raw = RawAttention(budget=share, tables=tables, pad="budget")
@@ -47,19 +48,22 @@ def table_2(traces: Sequence[Trace], tables: str | None, share: float) -> Findin
 
 
 def steps_to_snapkv(traces: Sequence[Trace], shares: Sequence[float]) -> Findings:
-    """Where one set for each layer loses against a set for each KV head: from CompilerKV to SnapKV, step by step.
+    """Find where one set for each layer loses against one for each KV head: from CompilerKV to SnapKV, step by step.
 
-    All steps store the same entries; there are no tables.
+    All steps store the same entries. There are no tables.
 
     Args:
         shares: budgets as parts of the prompt.
 
     Returns:
-        The table of `sweep`, its methods the steps in order. Metrics, for a share of 7 %: `steps/0/7` .. `steps/6/7`
-        (attention lost); what value norms (eq. 7) and the mean over layers (eq. 6) spare, `norms_spare/7` and
-        `model_mean_spares/7`, and of the output's error `norms_spare_error/7` and `model_mean_spares_error/7`;
-        `one_set_costs/7`, CompilerKV's loss less that of a set for each KV head, and
-        `against_snapkv/7`, less SnapKV's; `heads_worse/7`, the share of heads that lose more than with SnapKV.
+        The table of `sweep`; its methods are the steps in order. Metrics, for a share of 7 %:
+        - `steps/0/7` .. `steps/6/7`: the attention lost at each step.
+        - `norms_spare/7`: the loss without value norms (eq. 7), less the loss with them.
+        - `model_mean_spares/7`: the loss with the mean over each layer, less that with the mean over layers (eq. 6).
+        - `norms_spare_error/7` and `model_mean_spares_error/7`: the same of the output's error.
+        - `one_set_costs/7`: CompilerKV's loss less that of a set for each KV head.
+        - `against_snapkv/7`: CompilerKV's loss less SnapKV's.
+        - `heads_worse/7`: the share of heads that lose more than with SnapKV.
     """
     settings = [(name, method) for share in shares for name, method in ladder(share).items()]
     findings = Findings(sweep(traces, settings))

@@ -50,14 +50,14 @@ def prompts(lm: LM, documents: Sequence[Document], settings: MarginalSettings, n
 
 
 def signal(effects: ActionEffects, settings: MarginalSettings, exchanges: int = 999, seed: int = 0) -> Findings:
-    """Do changes of heads move the attention that is lost at all, more than chance does?
+    """Test whether changes of heads move the lost attention at all, more than chance does.
 
-    Under the null the changes of a context are as likely with the other sign. F is the contexts' mean squared over its
-    variance.
+    Under the null the changes of a context are as likely with the other sign. F is the squared mean of the contexts
+    over its variance.
 
     Returns:
-        Metrics `signal/alone_heads/p`, the share of exchanges (the real one counted) with an F as large, and
-        `signal/alone_heads/f`; none where nothing moved, as the weights of layers with one KV head.
+        Metrics `signal/alone_heads/p` and `signal/alone_heads/f`. p is the share of exchanges, the real one counted,
+        with an F as large. There are no metrics where nothing moved, as with the weights of layers with one KV head.
     """
     rng, findings = np.random.default_rng(seed), Findings(pd.DataFrame())
     changes = np.delete(effects.heads, settings.neutral, 2).reshape(len(effects.names), -1)
@@ -81,9 +81,10 @@ def held_out(traces: Sequence[Trace], tables: Mapping[int, DecisionTables]) -> F
         tables: by the budget that they were learnt for.
 
     Returns:
-        The table of `sweep`. Metrics for each budget: `alone/kept/neutral/BUDGET` and `alone/kept/heads/BUDGET`;
-        `alone/gain/heads/BUDGET` (learnt weights less equal ones, both filled up); `alone/changed/BUDGET`, the share of
-        heads whose weight is not 1.
+        The table of `sweep`. Metrics for each budget:
+        - `alone/kept/neutral/BUDGET` and `alone/kept/heads/BUDGET`: the attention kept.
+        - `alone/gain/heads/BUDGET`: learnt weights less equal ones, both filled up.
+        - `alone/changed/BUDGET`: the share of heads whose weight is not 1.
 
     Raises:
         KvlabError: a prompt whose document the tables were learnt from.

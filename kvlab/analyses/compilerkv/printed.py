@@ -72,20 +72,24 @@ def parts(printed: pd.DataFrame) -> pd.Series:
 
 
 def checks(printed: pd.DataFrame, smaller: pd.DataFrame) -> Findings:
-    """The text's numbers, from the rows of its tables.
+    """Recompute the text's numbers from the rows of its tables.
 
     Args:
         printed: table 1, as for `wide`.
         smaller: the appendix's table of the same kind at a smaller budget.
 
     Returns:
-        `averages` of both, with a column table; metrics `printed/average_gap/METHOD` (largest difference between a
-        printed average of table 1 and its row's), `printed/smallest_lead` (of CompilerKV's average over the best other,
-        over models, rows added again), `printed/best_task_gain` (largest lead on one task over the best other method),
-        `printed/best_task_gain_over_dynamickv`, `printed/wins` (share of tasks on which CompilerKV is the best
-        compressed method), `printed/recovered/MODEL` (average over the full cache's), `printed/recovered/mean`,
-        `.../most` and `.../least` over models, and `printed/gain/METHOD/table1` and `.../appendix` (see `gains`);
-        `printed/appendix/average_gap` (CompilerKV's) and `printed/appendix/smallest_lead`.
+        `averages` of both, with a column table. Metrics of table 1:
+        - `printed/average_gap/METHOD`: the largest difference between a printed average and that of its row.
+        - `printed/smallest_lead`: the smallest lead of CompilerKV's average over the best other, over models. The rows
+          are added again for it.
+        - `printed/best_task_gain`: the largest lead on one task over the best other method.
+        - `printed/best_task_gain_over_dynamickv`: the largest lead on one task over DynamicKV.
+        - `printed/wins`: the share of tasks on which CompilerKV is the best compressed method.
+        - `printed/recovered/MODEL`: the average over the full cache's.
+        - `printed/recovered/mean`, `.../most` and `.../least`: the same over models.
+        Metrics of both tables are `printed/gain/METHOD/table1` and `.../appendix` (see `gains`). Metrics of the
+        appendix are `printed/appendix/average_gap` (CompilerKV's) and `printed/appendix/smallest_lead`.
     """
     both = {"table1": printed, "appendix": smaller}
     findings = Findings(pd.concat([averages(rows).assign(table=name) for name, rows in both.items()]))
@@ -146,14 +150,18 @@ def published_results(results: pd.DataFrame, printed: pd.DataFrame) -> Findings:
 
 
 def published_tables(tables: DecisionTables) -> Findings:
-    """Figures A2 and A3 in numbers, of the tables in the authors' repository.
+    """Describe figures A2 and A3 in numbers, from the tables in the authors' repository.
 
     Returns:
-        Table with a row for each layer: layer, weight (mean over its heads), entropy_slope (of its thresholds over the
-        middles of the entropy bins, per nat, mean over perplexity bins), high_less_low_perplexity (its threshold in the
-        last perplexity bin less the first, mean over entropy bins). Metrics: their means over layers, the shares of
-        layers in which thresholds fall, `published/middle_less_rest` (mean weight of layers 12 to 20 less that of the
-        others) and `published/smallest_weight` (over the mean weight).
+        Table with a row for each layer and columns layer and:
+        - weight: the mean over its heads.
+        - entropy_slope: of its thresholds over the middles of the entropy bins, per nat, as a mean over perplexity
+          bins.
+        - high_less_low_perplexity: its threshold in the last perplexity bin less the first, as a mean over entropy
+          bins.
+        The metrics are the means of the last two over layers, the shares of layers in which thresholds fall, and:
+        - `published/middle_less_rest`: the mean weight of layers 12 to 20 less that of the others.
+        - `published/smallest_weight`: the smallest weight over the mean weight.
     """
     heads, risk = np.array(tables.heads), np.array(tables.risk)
     low, high = tables.entropy

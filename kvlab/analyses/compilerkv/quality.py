@@ -99,15 +99,18 @@ def published(budget: int | float) -> CompilerKV:
 
 
 def sweep(traces: Sequence[Trace], settings: Sequence[tuple[str, Policy]]) -> pd.DataFrame:
-    """Replays of every setting on every trace.
+    """Replay every setting on every trace.
 
     Args:
-        settings: (name, policy); a name may stand for one method at several budgets.
+        settings: (name, policy); one name can be that of one method at several budgets.
 
     Returns:
-        Tidy, one row for each query head: document, method, budget, entries (what the budget comes to), layer, head,
-        kept (share of the response's attention), recall (of the head's group), error (of the attention output), stored
-        (entries of the prompt that the head's KV head stores).
+        Tidy, one row for each query head, with columns document, method, budget, layer, head and:
+        - entries: the budget in entries.
+        - kept: the share of the response's attention on stored entries.
+        - recall: of the head's group.
+        - error: of the attention output.
+        - stored: the entries of the prompt that the head's KV head stores.
     """
     jobs = [(trace, name, method) for trace in traces for name, method in settings]
     return pd.concat(
@@ -163,7 +166,7 @@ def figure_2(
     tables: str | None = None,
     steep: tuple[int, int] = (256, 64),
 ) -> Findings:
-    """Figure 2: what every method keeps from the smallest budget to the largest.
+    """Measure figure 2: the attention that every method keeps, from the smallest budget to the largest.
 
     Args:
         steep: budgets between which the paper sees eviction drop (section 5.3).
@@ -172,9 +175,11 @@ def figure_2(
         KvlabError: these two are not among the budgets, or a text that the tables were learnt from.
 
     Returns:
-        The table of `sweep`; metrics `kept/filled/512` and `recall/...`; `lead_filled/RIVAL/512`, the attention that
-        CompilerKV keeps less what the rival does; `drop/METHOD`, the loss between the two budgets of `steep`, and
-        `flatter_filled/RIVAL`, the rival's drop less CompilerKV's.
+        The table of `sweep`. Metrics:
+        - `kept/filled/512` and `recall/...`: the measures of each method at each budget.
+        - `lead_filled/RIVAL/512`: the attention that CompilerKV keeps less the rival's.
+        - `drop/METHOD`: the loss between the two budgets of `steep`.
+        - `flatter_filled/RIVAL`: the rival's drop less CompilerKV's.
     """
     if not set(steep) <= set(budgets):
         raise KvlabError(f"the drop from {steep[0]} to {steep[1]} entries needs both among the budgets {list(budgets)}")
@@ -199,16 +204,19 @@ def figure_2(
 
 
 def table_1(traces: Sequence[Trace], tables: str | None, share: float) -> Findings:
-    """Table 1's comparison at the paper's share of each prompt, document by document.
+    """Compare the methods of table 1 at the paper's share of each prompt, document by document.
 
     Raises:
         KvlabError: a text that the tables were learnt from.
 
     Returns:
-        The table of `sweep`; metrics `retained/METHOD` (attention kept), `lost/METHOD` (the rest), `recalled/METHOD`,
-        `stored/METHOD` (mean entries of the prompt); `gain_filled/kept/RIVAL` and `gain_filled/recall/RIVAL`,
-        CompilerKV's measure over the rival's, less 1; `gain_twin/...`, where it has SnapKV's pooling and kept window
-        as well; and `gain_published/...`, the authors' code with that window, over `twin` too.
+        The table of `sweep`. Metrics:
+        - `retained/METHOD`: the attention kept; `lost/METHOD`: the rest.
+        - `recalled/METHOD`: the recall.
+        - `stored/METHOD`: the mean entries of the prompt.
+        - `gain_filled/kept/RIVAL` and `gain_filled/recall/RIVAL`: CompilerKV's measure over the rival's, less 1.
+        - `gain_twin/...`: the same where CompilerKV has SnapKV's pooling and kept window as well.
+        - `gain_published/...`: the same of the authors' code with that window, over `twin`, too.
     """
     compared = methods(share, tables)
     filled = compared["filled"]

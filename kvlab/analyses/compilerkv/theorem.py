@@ -41,20 +41,22 @@ def distances(rows: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def theorem_4_1(
     traces: Sequence[Trace], budgets: Sequence[int | float] = (64, 512), tables: str | None = None
 ) -> Findings:
-    """Appendix A on the rows of every decoding step, layer and head, in double precision.
+    """Check appendix A on the rows of every decoding step, layer and head, in double precision.
 
     (A1) bounds the l1 distance by twice the discarded mass. In fact they are equal: renormalising adds exactly the
-    discarded mass to what is kept. For the Frobenius norm (A5) each row's squared l2 distance is at most twice the
-    squared discarded mass: the positive and the negative part of the difference both sum to that mass. (A2) says that
-    the discarded mass of a head is at most the utility of the discarded tokens over the head's weight. The formula of
-    A2 is missing in the text at hand; here it follows the paper's sentences, for the queries of the utility's window,
-    with both sides averaged over the window.
+    discarded mass to the kept entries. (A5) is about the Frobenius norm. Each row's squared l2 distance is at most
+    twice the squared discarded mass. The reason is that the positive and the negative part of the difference both sum
+    to that mass. (A2) says that the discarded mass of a head is at most the utility of the discarded tokens over the
+    head's weight. The text at hand lacks the formula of A2. Here it follows the paper's sentences, for the queries of
+    the utility's window. Both sides are averaged over the window.
 
     Returns:
-        Table with one row for each document, budget, layer and head: document, budget, layer, head, gap (largest
-        difference between the l1 distance and twice the mass), ratio (squared l2 distance over its bound, summed over
-        steps), lost and bound (the two sides of A2). Metrics `theorem41/largest_gap`, `theorem41/largest_ratio`,
-        `theorem41/mean_ratio` and `theorem41/a2_violated` (share of heads whose discarded mass exceeds the bound).
+        Table with one row for each document, budget, layer and head, and the columns:
+        - gap: the largest difference between the l1 distance and twice the mass.
+        - ratio: the squared l2 distance over its bound, both summed over steps.
+        - lost and bound: the two sides of A2.
+        The metrics are `theorem41/largest_gap`, `theorem41/largest_ratio`, `theorem41/mean_ratio` and
+        `theorem41/a2_violated`. The last is the share of heads whose discarded mass exceeds the bound.
     """
     frames = []
     # In double precision, so on the CPU: Apple's GPUs have none.

@@ -32,8 +32,9 @@ class Inspected(CompilerKV):
 
 
 class RawAttention(CompilerKV):
-    """Table 2, without stabilised utility: each head's own attention, without the mean over heads and layers (eq. 6)
-    and without the norms of values (eq. 7). Weights and thresholds stay.
+    """CompilerKV without the stabilised utility (table 2): each head's own attention.
+
+    It has neither the mean over heads and layers (eq. 6) nor the norms of values (eq. 7). Weights and thresholds stay.
     """
 
     name: ClassVar[str] = "compilerkv_raw_attention"

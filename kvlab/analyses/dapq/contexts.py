@@ -43,7 +43,7 @@ def over_lengths(
     n: int = 32,
     seed: int = 0,
 ) -> Contexts:
-    """Figures 2a and 2b on every document, cut at every length; one prompt is in memory at a time.
+    """Measure figures 2a and 2b on every document, cut at every length; one prompt is in memory at a time.
 
     Args:
         lengths: tokens of the prompts, at least two.
@@ -51,11 +51,12 @@ def over_lengths(
         parts, n: as `position.figure_2b` takes them.
 
     Returns:
-        Table with columns document, context, start, offset, similarity. Metrics, with intervals over documents, for
-        each length (`contexts/drop/4k`) and for the ends under the names `shortest` and `longest`: `spearman` (rank
-        correlation of similarity with the offset), `drop` (similarity at the right position less that at position 0)
-        and `gap` (random content at the right position less the true content at random positions); and
-        `contexts/longest_decays_more`, the drop at the longest length less that at the shortest, paired.
+        Table with columns document, context, start, offset, similarity. Metrics for each length (`contexts/drop/4k`)
+        and for the ends (`shortest` and `longest`), with intervals over documents:
+        - `spearman`: the rank correlation of similarity with the offset.
+        - `drop`: the similarity at the right position less that at position 0.
+        - `gap`: random content at the right position less the true content at random positions.
+        `contexts/longest_decays_more` is the drop at the longest length less that at the shortest, paired.
 
     Raises:
         KvlabError: fewer than two lengths.

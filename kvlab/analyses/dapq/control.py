@@ -38,8 +38,10 @@ CELLS = (
     ("sentence", "right"),
     ("sentence", "start"),
 )
-"""What `similarity` runs, contents by places: the response, the prompt's last tokens (SnapKV's window) and tokens drawn
-from the vocabulary in both places, and table 1's conditions with its sentence.
+"""The runs of `similarity`: (content, place).
+
+The response, the prompt's last tokens (SnapKV's window) and tokens drawn from the vocabulary are in both places. Table
+1's conditions have its sentence.
 """
 
 VALUE = "control/{measure}/{content}/{place}"
@@ -83,17 +85,22 @@ def queries_at(
 
 
 def similarity(lm: LM, traces: Sequence[Trace], n: int = 32, seed: int = 0) -> Findings:
-    """Every content at every place against the true decoding queries, head by head.
+    """Compare every content at every place with the true decoding queries, head by head.
 
     Returns:
-        Table with columns document, content, place, layer, head, post (cosine after RoPE), centred (before RoPE, less
-        the mean of the prompt's queries on both sides), mean_query (cosine of that mean itself, put at the right
-        position, with the true queries). Metrics, with intervals over documents: `control/similarity/random/back`;
-        `control/similarity/position/true` (the same tokens at L less at L - n); `control/similarity/content/right` (the
-        true tokens less random ones at the same place); `control/similarity/position_less_content` (random tokens at L
-        less the true ones at L - n); `control/similarity/mean_query` and `.../random_less_mean_query`;
-        `centred/pre/dc_dp` for the conditions of table 1; `control/heads/position_over_content`, the share of heads in
-        which the right position with random tokens is worth more than the true tokens at L - n.
+        Table with columns document, content, place, layer, head, and three cosines with the true queries:
+        - post: after RoPE.
+        - centred: before RoPE, less the mean of the prompt's queries on both sides.
+        - mean_query: of that mean itself, put at the right position.
+        Metrics, with intervals over documents:
+        - `control/similarity/random/back`: random tokens at L - n.
+        - `control/similarity/position/true`: the same tokens at L less at L - n.
+        - `control/similarity/content/right`: the true tokens less random ones at the same place.
+        - `control/similarity/position_less_content`: random tokens at L less the true ones at L - n.
+        - `control/similarity/mean_query` and `.../random_less_mean_query`.
+        - `centred/pre/dc_dp`, for the conditions of table 1.
+        - `control/heads/position_over_content`: the share of heads in which random tokens at the right position are
+          worth more than the true tokens at L - n.
     """
     rows = []
     for number, trace in enumerate(progress_bars.each(traces, "controls", "doc")):
@@ -170,8 +177,10 @@ def _two_by_two(findings: Findings, measure: str, wide: Any) -> None:
 
 
 def by_head(findings: Findings) -> pd.DataFrame:
-    """The map: layer, head, position and content (what each is worth, as a mean over documents): position, of the same
-    random tokens at L less at L - n; content, of the true tokens less random ones at L - n.
+    """Map what position and content are worth, by layer and head, as means over documents.
+
+    The columns are layer, head, position and content. position: the same random tokens at L less at L - n. content: the
+    true tokens less random ones, both at L - n.
     """
     means = findings.table.pivot_table(index=["layer", "head"], columns=["content", "place"], values="post")
     position = means["random", "right"] - means["random", "back"]
@@ -181,7 +190,7 @@ def by_head(findings: Findings) -> pd.DataFrame:
 
 
 def offsets(figure_2b: Findings, controls: Findings, context: str, n: int = 32) -> Findings:
-    """At which offset does a wrong position cost as much similarity as a wrong content does at the right one?
+    """Find the offset at which a wrong position costs as much similarity as a wrong content at the right position.
 
     Args:
         figure_2b: from `position.figure_2b`, which measures an offset of n.
@@ -189,10 +198,11 @@ def offsets(figure_2b: Findings, controls: Findings, context: str, n: int = 32) 
         context: of figure 2b, the one that `controls` has.
 
     Returns:
-        Table with columns document, offset, loss (of the true tokens, 1 less the cosine) and content (the loss of
-        random tokens at the right position). Metrics, with intervals over documents: `offset/equal_to_content`, in
-        tokens, the geometric mean of the offsets at which the loss first reaches that of content (the prompt's length
-        where none does), and `offset/loss_at_window_less_content` at an offset of n, SnapKV's.
+        Table with columns document, offset, loss and content. loss is 1 less the cosine of the true tokens. content is
+        the loss of random tokens at the right position. Metrics, with intervals over documents:
+        - `offset/equal_to_content`, in tokens: the geometric mean of the offsets at which the loss first reaches that
+          of content. Where none does, the prompt's length counts.
+        - `offset/loss_at_window_less_content`: the difference of the two losses at an offset of n, SnapKV's.
     """
     table = controls.table
     random: Any = table[(table["content"] == "random") & (table["place"] == "right")]
@@ -254,12 +264,12 @@ def adjacent(traces: Sequence[Trace], far: int = 16) -> Findings:
 
 
 def recall(lm: LM, traces: Sequence[Trace], n: int = 32, budget: int = 256, seed: int = 0) -> Findings:
-    """Which window finds the gold set: the same tokens at L and at L - n, of several contents.
+    """Measure which window finds the gold set: the same tokens at L and at L - n, of several contents.
 
     Returns:
-        Table with columns document, content, place, recall ("window" at "back" is SnapKV's own: the prompt's last
-        queries as they were). Metrics as those of `similarity` with `recall` in its place, by raw scores and equations
-        1 to 3, and `control/recall/window`.
+        Table with columns document, content, place, recall. "window" at "back" is SnapKV's own: the prompt's last
+        queries as they were. The metrics are those of `similarity` with `recall` instead of `similarity`, by raw scores
+        and equations 1 to 3. Another metric is `control/recall/window`.
     """
     rows = []
     for number, trace in enumerate(progress_bars.each(traces, "controls", "doc")):

@@ -38,9 +38,9 @@ def against_drafts(lm: LM, traces: Sequence[Trace], budgets: Sequence[int] = (64
         traces: with greedy responses, whose first token begins the draft.
 
     Returns:
-        Table with columns document, policy, budget, measure, value. Metrics with intervals over documents:
-        `drafted/recall/laq/b128`, and `drafted/lead/recall/laq/b128`, DapQ less LAQ++, paired by document; larger is
-        better (for mass lost the sign of the lead is turned).
+        Table with columns document, policy, budget, measure, value. Metrics with intervals over documents are
+        `drafted/recall/laq/b128` and `drafted/lead/recall/laq/b128`. A lead is DapQ less the other (LAQ++), paired by
+        document. A larger lead is better: for mass lost its sign is turned.
     """
     rows = []
     for trace in progress_bars.each(traces, "drafted answers", "doc"):

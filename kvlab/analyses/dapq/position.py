@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SENTENCE = "Sorry, I don't know. "
 CONDITIONS = ("sc_sp", "dc_sp", "sc_dp", "dc_dp")
-# What differs between two conditions: right position less wrong, right content less wrong, and one against the other.
+# Differences between two conditions: right position less wrong, right content less wrong, and one against the other.
 CONTRASTS = {
     "position/same_content": ("sc_sp", "sc_dp"),
     "position/different_content": ("dc_sp", "dc_dp"),
@@ -109,16 +109,18 @@ def nonsense(lm: LM, n: int) -> Tensor:
 
 
 def table_1(lm: LM, traces: Sequence[Trace], n: int = 32) -> Findings:
-    """Table 1: same or different content (SC, DC) at the same or a different position (SP, DP), post and pre RoPE.
+    """Measure table 1: same or different content (SC, DC) and position (SP, DP), post and pre RoPE.
 
-    "Different position" is 0 .. n-1, "different content" the fixed sentence, as in the paper; repeated over traces.
+    "Different position" is 0 .. n-1, and "different content" is the fixed sentence, as in the paper. The
+    measurement is repeated over traces.
 
     Returns:
-        Table with columns document, condition, rope, similarity; metrics `similarity/post/sc_sp` and so on,
-        `distance/post/sc_sp` (1 - similarity), `effect/post/position/same_content` and likewise for CONTRASTS
-        (differences paired by document), `ratio/post/dc_sp_over_sc_dp` (the paper's 2.2x) and
-        `ratio/post/content_over_position` (ratio of the two costs, each where the other is wrong too); intervals over
-        documents.
+        Table with columns document, condition, rope, similarity. Metrics, with intervals over documents:
+        - `similarity/post/sc_sp` and so on.
+        - `distance/post/sc_sp`: 1 - similarity.
+        - `effect/post/position/same_content` and likewise for CONTRASTS: differences paired by document.
+        - `ratio/post/dc_sp_over_sc_dp`: the paper's 2.2x.
+        - `ratio/post/content_over_position`: the ratio of the two costs, each where the other is wrong too.
     """
     rows = []
     for trace in progress_bars.each(traces, "table 1", "doc"):
@@ -179,7 +181,7 @@ def position_over_content(table: Findings, context: str, longest: Findings) -> s
 
 
 def figure_2a(lm: LM, traces: Sequence[Trace], trials: int = 20, n: int = 32, seed: int = 0) -> Findings:
-    """Figure 2a: similarities for random contents (drawn from the vocabulary) and random spans of positions.
+    """Measure figure 2a: similarities for random contents (drawn from the vocabulary) and random spans of positions.
 
     A span starts anywhere in [0, prompt] ("dp_m") or in [0, 100] ("dp_100").
 
@@ -187,10 +189,12 @@ def figure_2a(lm: LM, traces: Sequence[Trace], trials: int = 20, n: int = 32, se
         trials: for each document and condition.
 
     Returns:
-        Table with columns document, condition, rope, trial, similarity; metrics `similarity_random/post/dc_sp` and so
-        on, and the differences `gap_random/post/dc_sp_less_sc_dp_m` (right position with random content, less right
-        content at a random position), `..._less_sc_dp_100` and `gap_random/post/dc_dp_m_less_dc_dp_100`; means over
-        documents of the documents' means, with intervals over documents.
+        Table with columns document, condition, rope, trial, similarity. The metrics are means over documents of the
+        documents' means, with intervals over documents:
+        - `similarity_random/post/dc_sp` and so on.
+        - `gap_random/post/dc_sp_less_sc_dp_m`: right position with random content, less right content at a random
+          position.
+        - `..._less_sc_dp_100` and `gap_random/post/dc_dp_m_less_dc_dp_100`.
     """
     vocabulary = hookable.text_config(lm.model).vocab_size
     rows, jobs = [], 5 * trials * len(traces)
@@ -246,7 +250,7 @@ def _random_conditions(
 
 
 def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> Findings:
-    """Figure 2b: the true content at assigned start positions from 0 to the right one, for several context lengths.
+    """Measure figure 2b: the true content at start positions from 0 to the right one, for several context lengths.
 
     Args:
         traces: of any lengths; those of one `context_name` are averaged.
@@ -254,10 +258,11 @@ def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> F
             measured as well.
 
     Returns:
-        Table with columns document, context, start, offset, similarity; for each context, as means over its documents
-        with intervals: `offset/spearman/2k` (rank correlation of similarity with the offset; -1 is a monotone decay),
-        `offset/drop/2k` (similarity at the right position less that at position 0) and `offset/curve/2k/0` ..
-        `offset/curve/2k/{parts}` (similarity after each even step).
+        Table with columns document, context, start, offset, similarity. The metrics of a context are means over its
+        documents, with intervals:
+        - `offset/spearman/2k`: the rank correlation of similarity with the offset; -1 is a monotone decay.
+        - `offset/drop/2k`: the similarity at the right position less that at position 0.
+        - `offset/curve/2k/0` .. `offset/curve/2k/{parts}`: the similarity after each even step.
 
     Raises:
         KvlabError: two traces of one document whose lengths have the same name.
@@ -269,7 +274,7 @@ def figure_2b(lm: LM, traces: Sequence[Trace], parts: int = 8, n: int = 32) -> F
             raise KvlabError(f"{text} is there twice with about {context} tokens; contexts need lengths further apart")
         steps = torch.linspace(0, length, parts + 1).round().long()
         near = 4 ** torch.arange(1, 8)
-        # SnapKV's window stands n tokens before the response.
+        # SnapKV's window is n tokens before the response.
         offsets = torch.cat([steps, near[near < length // parts], torch.tensor([min(n, length)])]).unique()
         true, cache = response(trace, n), prefilled(trace, lm)
         for batch in offsets.split(TOGETHER):
@@ -298,16 +303,17 @@ def _drops(part: pd.DataFrame) -> pd.Series:
 
 
 def longer_decays_more(figure: Findings, short: str, long: str) -> Findings:
-    """Figure 2b's two findings: the decay in the longer of two contexts, and how far it exceeds the shorter one's.
+    """Give figure 2b's two findings: the decay in the longer of two contexts, and its excess over the shorter one's.
 
     Args:
         figure: from `figure_2b`.
         short, long: names of two contexts, such as "500" and "2k".
 
     Returns:
-        Metrics `offset/longer_decays_more` (what similarity loses from the right position to position 0 in the long
-        context, less the same in the short one; paired by document), and the long context's `offset/spearman` and
-        `offset/curve/0` .. under names without its length.
+        Metrics:
+        - `offset/longer_decays_more`: the drop from the right position to position 0 in the long context, less that in
+          the short one; paired by document.
+        - the long context's `offset/spearman` and `offset/curve/0` .. under names without its length.
     """
     drops = {context: _drops(part) for context, part in figure.table.groupby("context")}
     missing = {short, long} - set(drops)

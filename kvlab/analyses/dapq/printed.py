@@ -31,15 +31,18 @@ LACACHE = "Lacache"
 
 
 def findings() -> Findings:
-    """DapQ against the best of the baselines, in every cell (a model at a budget) where both are printed.
+    """Compare DapQ with the best of the baselines, in every cell (a model at a budget) where both are printed.
 
     Returns:
-        Table with columns benchmark, cell, against, gap (DapQ less the best baseline, points); metrics `printed/
-        needle/dapq_not_behind` (share of the cells in which no baseline is ahead) and likewise the other BENCHMARKS,
-        `printed/needle/ties` (cells), and `printed/needle/behind/H2O/Qwen3-8B/64`, by how many points it is behind
-        where it is. Of table 4 `printed/longbench_v2/hard_over_snapkv` (points, Llama-3-8B with 64 entries) and
-        `printed/longbench_v2/above_full` (cells of compressed caches above the full one); of tables 5 to 7
-        `printed/ruler/least_over/Lacache` (points).
+        Table with columns benchmark, cell, against, gap. gap is DapQ less the best baseline, in points. Metrics,
+        likewise for the other BENCHMARKS:
+        - `printed/needle/dapq_not_behind`: the share of the cells in which no baseline is ahead.
+        - `printed/needle/ties`: the number of cells that are equal.
+        - `printed/needle/behind/H2O/Qwen3-8B/64`: by how many points DapQ is behind, in each cell where it is.
+        Metrics of table 4:
+        - `printed/longbench_v2/hard_over_snapkv`: points, of Llama-3-8B with 64 entries.
+        - `printed/longbench_v2/above_full`: the number of cells of compressed caches above the full one.
+        Of tables 5 to 7 there is `printed/ruler/least_over/Lacache`, in points.
     """
     found, tables = Findings(pd.DataFrame()), []
     for benchmark, (table, column) in BENCHMARKS.items():

@@ -98,18 +98,21 @@ def figure_6a(
     draws: int = 2,
     seed: int = 0,
 ) -> Findings:
-    """Figure 6a: `n` pseudo-queries of different contents at the response's positions, and one content at position 0.
+    """Measure figure 6a: `n` pseudo-queries of each content at the response's positions, and of one at position 0.
 
     Args:
         draws: draws of each random content for each document; their mean counts.
 
     Returns:
-        Table with columns document, content, budget, measure, value. Metrics, for each measure and budget, with
-        intervals over documents: `content/recall/F4L28/b128`; `content/cv/recall/b128` (coefficient of variation over
-        the contents of their means over documents); `content/ends_less_random/recall/b128` (the mean of all FmLn less
-        that of RS_C and RC_C, paired); `content/gap/recall/b128` (`gap_by_others`) and
-        `content/position/recall/b128` (first 4 and last at the right position less the same at position 0, paired) and
-        `content/position_less_gap/recall/b128`. Larger is better everywhere: for mass lost the signs are turned.
+        Table with columns document, content, budget, measure, value. Metrics for each measure and budget, with
+        intervals over documents:
+        - `content/recall/F4L28/b128`: the measure of a content.
+        - `content/cv/recall/b128`: the coefficient of variation, over the contents, of their means over documents.
+        - `content/ends_less_random/recall/b128`: the mean of all FmLn less that of RS_C and RC_C, paired.
+        - `content/gap/recall/b128`: `gap_by_others`.
+        - `content/position/recall/b128`: first 4 and last at the right position less the same at position 0, paired.
+        - `content/position_less_gap/recall/b128`: that difference less the gap.
+        Larger differences are better everywhere: for mass lost their signs are turned.
     """
     rows, usual, elsewhere = [], USUAL | {"window": n}, f"F4L{n - 4} at 0"
     for number, trace in enumerate(progress_bars.each(traces, "figure 6a", "doc")):
@@ -177,19 +180,22 @@ def figure_6b(
     share: float = 1 / 8,
     responses: Sequence[int] = (),
 ) -> Findings:
-    """Figure 6b: windows of 1 to 128 pseudo-queries, of which the first eighth repeats the prompt's start (4 of 32).
+    """Measure figure 6b: windows of 1 to 128 pseudo-queries; the first eighth repeats the prompt's start (4 of 32).
 
     Args:
         share: of the pseudo-tokens that repeat the prompt's start; the others repeat its end.
-        responses: recall is also measured by the gold top-k of the response's first tokens, as many as given: is the
-            best length just that of the response?
+        responses: numbers of first response tokens; recall is also measured by their gold top k. Is the best length
+            just that of the response?
 
     Returns:
         Table with columns document, response, length, measure, value. Metrics with intervals over documents, for each
-        measure and the whole response: `length/recall/n32`; `length/rise/recall` (the best length less the shortest)
-        and `length/fall/recall` (the best less the longest), larger being better for mass lost too. For each document
-        the best length is the one that is best on average over the others: otherwise its choice would flatter both.
-        `length/best/recall/r32`: the best length on average, by responses of 32 tokens.
+        measure and the whole response:
+        - `length/recall/n32`: the measure at a length.
+        - `length/rise/recall`: the best length less the shortest.
+        - `length/fall/recall`: the best length less the longest.
+        A larger rise or fall is better for mass lost, too. For each document the best length is the one that is best on
+        average over the others: otherwise its choice would flatter both. `length/best/recall/r32` is the best length on
+        average, by responses of 32 tokens.
     """
     rows = []
     for trace in progress_bars.each(traces, "figure 6b", "doc"):
@@ -222,12 +228,13 @@ def figure_6b(
 def mutual(
     lm: LM, traces: Sequence[Trace], lengths: Sequence[int] = (4, 32, 128), budget: int = 128, share: float = 1 / 8
 ) -> Findings:
-    """Section 6.2: what pseudo-queries keep where they attend to each other, next to a softmax over the prompt alone.
+    """Compare pseudo-queries that attend to each other with a softmax over the prompt alone (section 6.2).
 
     Returns:
         Table with columns document, length, softmax ("prompt", "all"), measure, value. Metrics with intervals over
-        documents: `mutual/recall/n128`, the softmax over the prompt less that of the pass (larger is better for mass
-        lost, too), and `mutual/loss_grows/recall`, the same at the longest window less that at the shortest.
+        documents:
+        - `mutual/recall/n128`: the softmax over the prompt less that of the pass; larger is better for mass lost, too.
+        - `mutual/loss_grows/recall`: the same at the longest window less that at the shortest.
     """
     rows = []
     for trace in progress_bars.each(traces, "mutual attention", "doc"):
@@ -283,12 +290,12 @@ def best_by_others(wide: pd.DataFrame) -> pd.Series:
 
 
 def by_length(figure: Findings, measure: str, aligned: bool = False) -> pd.DataFrame:
-    """Figure 6b's points to draw: response, length, value, low, high (intervals over documents).
+    """Return figure 6b's points to draw: response, length, value, low, high (intervals over documents).
 
     Args:
-        aligned: remove the differences between documents that are the same at every length: each document is moved so
-            that its mean over the lengths is the mean of all. Values stay, intervals shrink to the differences between
-            lengths.
+        aligned: remove the differences between documents that are the same at every length. Each document is moved so
+            that its mean over the lengths is the mean of all. Values stay, and intervals shrink to the differences
+            between lengths.
     """
     groups: list[Any] = []
     for response, part in figure.table.query("measure == @measure").groupby("response"):

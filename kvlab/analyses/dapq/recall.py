@@ -180,18 +180,18 @@ def figure_3(
     contents: int = 1,
     seed: int = 0,
 ) -> Findings:
-    """Figure 3: recall against the window's size (at one budget) and against the budget (at one window's size).
+    """Measure figure 3: recall against the window's size (at one budget) and against the budget (at one window's size).
 
     DapQ's pseudo-tokens are random (drawn from the vocabulary), as in the paper.
 
     Args:
-        window, budget: what stays fixed while the other varies.
+        window, budget: each stays fixed while the other varies.
         contents: random contents for each document, averaged.
 
     Returns:
-        Table with columns document, policy, window, budget, measure, value; metrics `window_recall/dapq/w32/b256` and
-        so on, `recall/...`, and `lead/window_recall/snapkv/w32/b256`: DapQ less the other, paired by document;
-        intervals over documents.
+        Table with columns document, policy, window, budget, measure, value. Metrics, with intervals over documents:
+        - `window_recall/dapq/w32/b256` and so on, and `recall/...`.
+        - `lead/window_recall/snapkv/w32/b256`: DapQ less the other, paired by document.
     """
     settings = [(w, budget) for w in windows] + [(window, b) for b in budgets if (window, b) != (window, budget)]
     if window not in windows:
@@ -234,14 +234,15 @@ def without_window(name: str, budget: int) -> Policy:
 
 
 def small_windows(figure: Findings, small: int, budget: int) -> Findings:
-    """Section 3.3: what DapQ's window recall loses from its best window to a small one, and its lead over SnapKV there.
+    """Measure DapQ's loss of window recall at a small window, and its lead over SnapKV there (section 3.3).
 
     Args:
         figure: from `figure_3`.
 
     Returns:
-        Metrics `small_window/loss` (DapQ at the window that is best on average, less DapQ at `small`) and
-        `small_window/lead_less_loss` (DapQ less SnapKV at `small`, less that loss), paired by document.
+        Metrics, paired by document:
+        - `small_window/loss`: DapQ at the window that is best on average, less DapQ at `small`.
+        - `small_window/lead_less_loss`: DapQ less SnapKV at `small`, less that loss.
     """
     table = figure.table.query("measure == 'window_recall' and budget == @budget")
     wide = table.pivot(index="document", columns=["policy", "window"], values="value")

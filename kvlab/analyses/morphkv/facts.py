@@ -87,8 +87,8 @@ def plant_facts(lm: LM, documents: Sequence[str], length: int, seed: int = 0) ->
 
 
 def _encode(lm: LM, text: str) -> Tensor:
-    """Ids of a text that stands inside another, int64 `[tokens]`: without the tokens that begin one."""
-    tokenizer = lm.require_tokenizer("a fact cannot be told")
+    """Encode a text that is inside another, as int64 ids `[tokens]`: without the tokens that begin a text."""
+    tokenizer = lm.require_tokenizer("a fact cannot be put into a text")
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.int64, device=lm.device)
 
@@ -96,21 +96,25 @@ def _encode(lm: LM, text: str) -> Tensor:
 def early_facts(
     lm: LM, documents: Sequence[str], tokens: int, new_tokens: int, windows: Sequence[int], capacity: int, seed: int = 0
 ) -> Findings:
-    """Facts in the first of `tokens` tokens and asked for `new_tokens` later, under caches of constant size.
+    """Put facts into the first of `tokens` tokens, and ask for them `new_tokens` later, under caches of constant size.
 
     Args:
         tokens: of the prompt, with the fact.
-        new_tokens: of what is fed after it, question and answer included.
+        new_tokens: of the text that is fed after it, question and answer included.
         windows: R of MorphKV, a narrow and a wide one; max fusion, as in table 6.
         capacity: entries, of H2O as well.
 
     Returns:
-        Table with columns document, policy, nats (how much less likely a token of the right code is than under the full
-        cache, mean), stored (share of the code's entries that are stored when the question begins, mean over layers and
-        KV heads); metrics `facts/nats/morphkv` (the wide window), `facts/nats/morphkv_narrow`, `facts/nats/h2o`,
-        `facts/stored/...`, `facts/full_nats` (what a token of the right code costs under the full cache: a digit that
-        is guessed costs log 10), and the paired differences `facts/nats/narrow_less_wide`, `facts/nats/h2o_less_wide`
-        and `facts/stored/wide_less_narrow`; with intervals over documents.
+        Table with columns document, policy and:
+        - nats: how much less likely a token of the right code is than under the full cache, as a mean.
+        - stored: the share of the code's entries that are stored when the question begins, as a mean over layers and KV
+          heads.
+        Metrics, with intervals over documents:
+        - `facts/nats/morphkv` (the wide window), `facts/nats/morphkv_narrow`, `facts/nats/h2o` and `facts/stored/...`.
+        - `facts/full_nats`: the cost of a token of the right code under the full cache. A digit that is guessed costs
+          log 10.
+        - the paired differences `facts/nats/narrow_less_wide`, `facts/nats/h2o_less_wide` and
+          `facts/stored/wide_less_narrow`.
     """
     narrow, wide = sorted(windows)
     policies = {

@@ -1,6 +1,7 @@
 """MorphKV, section 3.3: does a set for each KV head, chosen by its group, serve as well as one for each query head?
 
-And what the authors' code does otherwise: which rows of a group are combined how, and over which keys a softmax counts.
+The authors' code is measured, too. It combines the rows of a group in other ways, and its softmax runs over
+the distant keys alone.
 """
 
 from __future__ import annotations
@@ -46,15 +47,16 @@ def ungrouped(trace: Trace) -> Trace:
 
 
 def section_3_3(traces: Iterable[Trace], window: int, capacity: int) -> Findings:
-    """Section 3.3: "performs equally well with both approaches", at one window and capacity, with sum fusion.
+    """Check section 3.3 ("performs equally well with both approaches") at one window and capacity, with sum fusion.
 
-    Every set has `capacity` entries, so that a set for each query head takes as many times the memory as a group has
-    heads. In a model without groups both are the same.
+    Every set has `capacity` entries. So sets for query heads take as many times the memory as a group has heads. In a
+    model without groups both are the same.
 
     Returns:
-        Table with columns document, variant (of VARIANTS), step, measure (of COMPARED), value (means over layers and
-        heads); metrics `groups/mass_lost/shared` and so on, and the relative gains over `shared`,
-        `groups/gain/mass_lost/own_sets`; with intervals over documents.
+        Table with columns document, variant (of VARIANTS), step, measure (of COMPARED), value (mean over layers and
+        heads). Metrics, with intervals over documents:
+        - `groups/mass_lost/shared` and so on.
+        - `groups/gain/mass_lost/own_sets`: relative gains over `shared`.
     """
     frames = []
     for trace in progress_bars.each(traces, "section 3.3", "doc"):

@@ -49,13 +49,14 @@ DIGIT = 0.05
 
 
 def memory() -> Findings:
-    """Figures 6, 8 and 9: the savings that the printed bars give, where the text states averages.
+    """Compute the savings that the printed bars of figures 6, 8 and 9 give, where the text states averages.
 
     Returns:
-        Table with columns benchmark, method, printed, morphkv, saving; metrics `bars/saving/h2o/longwriter` and so on,
-        `figure9/snapkv_over_morphkv` and `figure9/full_over_morphkv` (LongBench, Llama), and by the stated settings of
-        LongBench `figure9b/saving/no_answer` and `figure9b/saving/longest_answer`, whose SnapKV keeps the answer
-        as well.
+        Table with columns benchmark, method, printed, morphkv, saving. Metrics:
+        - `bars/saving/h2o/longwriter` and so on.
+        - `figure9/snapkv_over_morphkv` and `figure9/full_over_morphkv`: LongBench, Llama.
+        - `figure9b/saving/no_answer` and `figure9b/saving/longest_answer`: by the stated settings of LongBench, in
+          which SnapKV keeps the answer as well.
     """
     bars = papers.figure("morphkv", "sizes").pivot(index="benchmark", columns="method", values="ratio")
     findings, rows = Findings(pd.DataFrame()), []
@@ -96,13 +97,17 @@ def _saved_over_snapkv(model: str, benchmark: str, response: float, prompt: floa
 
 
 def figure_2b() -> Findings:
-    """Figure 2b and section 1: Qwen 21 % higher on LongGenBench with 83 % less memory, Phi-4 with 56 % less on VCSum.
+    """Check figure 2b and section 1: Qwen 21 % higher with 83 % less memory, Phi-4 with 56 % less.
+
+    Qwen's numbers are of LongGenBench, and Phi-4's of VCSum.
 
     Returns:
-        Table with columns statement, model, response, saving; metrics `figure2b/qwen_gain` (table 2) with its
-        `/inputs`, `figure2b/qwen_saving/implied` (at the length at which MorphKV's capacity is its printed share of the
-        full cache) and `figure2b/qwen_saving/shortest` (the least that any length gives, where MorphKV evicts
-        nothing), `figure2b/vcsum_saving/no_answer` and `figure2b/vcsum_saving/longest_answer` (what LongBench allows).
+        Table with columns statement, model, response, saving. Metrics:
+        - `figure2b/qwen_gain` (table 2) with its `/inputs`.
+        - `figure2b/qwen_saving/implied`: at the length at which MorphKV's capacity is its printed share of the full
+          cache.
+        - `figure2b/qwen_saving/shortest`: the least that any length gives, where MorphKV evicts nothing.
+        - `figure2b/vcsum_saving/no_answer` and `figure2b/vcsum_saving/longest_answer`: the range that LongBench allows.
     """
     second = papers.figure("morphkv", "table2").set_index(["model", "method"])["average"].loc["Qwen"]
     findings = Findings(pd.DataFrame())
@@ -125,9 +130,9 @@ def figure_2b() -> Findings:
 
 
 def choices_at_1_percent() -> Findings:
-    """Figure 10: how many of its entries each method is free to choose at the smallest budget, by the stated settings.
+    """Count the entries that each method is free to choose at figure 10's smallest budget, by the stated settings.
 
-    At the implied length of LongBench's prompts, with the window of 32 that both use; SnapKV has a set for each query
+    The prompts have the implied length of LongBench's. Both methods use a window of 32. SnapKV has a set for each query
     head, and so a quarter of MorphKV's entries.
 
     Returns:
@@ -145,16 +150,18 @@ def choices_at_1_percent() -> Findings:
 
 
 def table_7() -> Findings:
-    """Table 7 next to table 1, and what appendix A.2 and the captions say of them.
+    """Compare table 7 with table 1, and with the statements of appendix A.2 and the captions.
 
     The table has seven headings and six numbers in a row: the sixth criterion is left out. In two rows the last number
-    is not table 1's total but, it seems, that criterion: with it, the mean of six is table 1's.
+    is not table 1's total. It seems to be that criterion: with it, the mean of six is table 1's.
 
     Returns:
-        Table with columns model, method, total (table 1), last (table 7), mean_of_six; metrics
-        `table7/totals_that_differ` (rows), `table7/mean_of_six/Phi4` and `.../Qwen` (of the two rows that differ by
-        more than rounding: the distance from table 1's total), `table7/relevance_over_h2o/least`,
-        `table1/most_over_methods` and `table1/most_over_full` (relative gains).
+        Table with columns model, method, total (table 1), last (table 7), mean_of_six. Metrics:
+        - `table7/totals_that_differ`: rows.
+        - `table7/mean_of_six/Phi4` and `.../Qwen`: the distance from table 1's total, of the two rows that differ by
+          more than rounding.
+        - `table7/relevance_over_h2o/least`.
+        - `table1/most_over_methods` and `table1/most_over_full`: relative gains.
     """
     first = papers.figure("morphkv", "table1").melt("method", var_name="model", value_name="total")
     table: Any = papers.figure("morphkv", "table7").merge(first, on=["model", "method"])
@@ -163,7 +170,7 @@ def table_7() -> Findings:
     findings = Findings(table.filter(["model", "method", "total", "last", "mean_of_six"]))
     deviations = (table["last"] - table["total"]).abs()
     findings.set(TOTALS_THAT_DIFFER, (deviations > DIGIT + 1e-9).sum())
-    # What differs by more than a last digit is another number, not a rounding.
+    # A difference above 1 is another number, not a rounding.
     for row in table[deviations > 1].to_dict("records"):
         findings.set(SIXTH, abs(row["mean_of_six"] - row["total"]), model=row["model"])
     relevance = table.pivot(index="model", columns="method", values="relevance")
@@ -202,16 +209,16 @@ def logged_sizes() -> Findings:
 
 
 def logged_shares() -> Findings:
-    """Figure 9 by the authors' published logs: shares of the full cache's entries on LongBench.
+    """Compute figure 9 from the authors' published logs: shares of the full cache's entries on LongBench.
 
-    SnapKV stores a set for each query head, MorphKV and the full cache one for each KV head; keys and values alone
+    SnapKV stores a set for each query head, MorphKV and the full cache one for each KV head. Only keys and values
     count. Each model has groups of four.
 
     Returns:
-        Table with columns model, task, snapkv, morphkv (shares of the full cache). Metrics `figure9/logged/snapkv` and
-        `figure9/logged/morphkv`, means over Llama's data sets; `figure9/logged/snapkv/of_all_prompts` and its like, of
-        all prompts' entries together; and `figure9/logged/saving`, one less the ratio of a model's two means, averaged
-        over models.
+        Table with columns model, task, snapkv, morphkv (shares of the full cache). Metrics:
+        - `figure9/logged/snapkv` and `figure9/logged/morphkv`: means over Llama's data sets.
+        - `figure9/logged/snapkv/of_all_prompts` and its like: of all prompts' entries together.
+        - `figure9/logged/saving`: one less the ratio of a model's two means, averaged over models.
     """
     rows: Any = papers.figure("morphkv", "logged_entries")
     shares = rows[["model", "task"]].assign(
@@ -228,12 +235,13 @@ def logged_shares() -> Findings:
 
 
 def table_4() -> Findings:
-    """Table 4: max fusion over sum fusion on the task that the text names, and on the six that ask for it.
+    """Compare max with sum fusion in table 4, on the task that the text names, and on the six that ask for max fusion.
 
     Returns:
-        Table with columns task, gain (of max over sum, relative); metrics `table4/max_over_sum/largest` (of all tasks)
-        and `table4/max_over_sum/six` (mean of the six), each with what the rounding of printed scores may move it by
-        as `/inputs`.
+        Table with columns task, gain (of max over sum, relative). Metrics:
+        - `table4/max_over_sum/largest`: of all tasks.
+        - `table4/max_over_sum/six`: the mean of the six.
+        - `/inputs` of each: how far the rounding of printed scores may move it.
     """
     rows: Any = papers.figure("morphkv", "table4").set_index("task")
     gains = rows["max"] / rows["sum"] - 1
@@ -246,13 +254,14 @@ def table_4() -> Findings:
 
 
 def table_6() -> Findings:
-    """Table 6: what a window of 200 changes in each score, in points.
+    """Compute how a window of 200 changes each score of table 6, in points.
 
     Returns:
-        Table with columns model, what, change; metrics `table6/average/least` (of the models' average accuracies),
-        `table6/average/least_of_two` (of Llama and Mistral, which the text names), `table6/completion_rate/most` (the
-        largest change, in either direction) and `table6/kinds/share_higher` (of the three kinds of accuracy by three
-        models).
+        Table with columns model, what, change. Metrics:
+        - `table6/average/least`: of the models' average accuracies.
+        - `table6/average/least_of_two`: of Llama and Mistral, which the text names.
+        - `table6/completion_rate/most`: the largest change, in either direction.
+        - `table6/kinds/share_higher`: of the three kinds of accuracy by three models.
     """
     long = papers.figure("morphkv", "table6").melt(["model", "window"], var_name="what", value_name="score")
     wide: Any = long.pivot(index=["model", "what"], columns="window", values="score")

@@ -36,16 +36,19 @@ def rounding(numerator: pd.Series, denominator: pd.Series) -> float:
 
 
 def long_responses() -> Findings:
-    """Tables 1 and 2: MorphKV's relative gain in score over SnapKV and H2O on long-response tasks.
+    """Compute MorphKV's relative gain in score over SnapKV and H2O on long-response tasks (tables 1 and 2).
 
     Returns:
-        Table with columns table, model, against, gain; metrics `table1/gain_over_snapkv`, `table1/gain_over_h2o`,
-        `table2/gain_over_snapkv`, `table2/gain_over_h2o` (means over models, with intervals over them), each model's
-        own as `table1/gain_over_snapkv/Llama`, what the rounding of the printed scores may move the means by as
-        `table1/gain_over_snapkv/inputs`, `table1/gain_over_snapkv/others` (table 1 without Qwen, for which the
-        text claims no gain), `table1/below_snapkv/Qwen` (how far Qwen's lies below), and `table1/snapkv_from_full`: how
-        far SnapKV's scores lie from full attention's, in either direction. SnapKV's budget holds the whole prompt there
-        and it never evicts later, so this is the noise of the judge and of sampling.
+        Table with columns table, model, against, gain. The first four metrics are means over models, with intervals
+        over them:
+        - `table1/gain_over_snapkv`, `table1/gain_over_h2o`, `table2/gain_over_snapkv`, `table2/gain_over_h2o`.
+        - `table1/gain_over_snapkv/Llama`: each model's own gain.
+        - `table1/gain_over_snapkv/inputs`: how far the rounding of the printed scores may move the mean.
+        - `table1/gain_over_snapkv/others`: table 1 without Qwen, for which the text claims no gain.
+        - `table1/below_snapkv/Qwen`: how far Qwen's score lies below.
+        - `table1/snapkv_from_full`: how far SnapKV's scores lie from full attention's, in either direction.
+        SnapKV's budget covers the whole prompt in table 1, and it never evicts later. So the last metric is the noise
+        of the judge and of sampling.
     """
     first = papers.figure("morphkv", "table1").set_index("method").T
     second = papers.figure("morphkv", "table2").pivot(index="model", columns="method", values="average")
@@ -68,14 +71,18 @@ def long_responses() -> Findings:
 
 
 def long_contexts() -> Findings:
-    """Table 3: MorphKV's score less SnapKV's, task by task, and of Llama with two tasks that it leaves out.
+    """Compute MorphKV's score less SnapKV's in table 3, task by task, and for Llama with two tasks that it leaves out.
 
     Returns:
-        Table with columns model, task, snapkv, morphkv, printed (False for the two); metrics `table3/gain` (points),
-        the share of tasks at which MorphKV is not worse, `table3/share_not_worse`, and at which it is higher,
-        `table3/share_higher`, of all models, as `.../Llama` of Llama and as `..._with_omitted/Llama` with the two, all
-        with intervals over tasks; `table3/gain/mnews/least` (points, of all models) and `figure2b/vcsum_phi4` (relative
-        gain).
+        Table with columns model, task, snapkv, morphkv, printed (False for the two). Metrics of all models, with
+        intervals over tasks:
+        - `table3/gain`: points.
+        - `table3/share_not_worse`: the share of tasks at which MorphKV is not worse.
+        - `table3/share_higher`: the share of tasks at which it is higher.
+        `.../Llama` is the same of Llama. `..._with_omitted/Llama` is the same of Llama with the two tasks. Two metrics
+        have no interval:
+        - `table3/gain/mnews/least`: points, of all models.
+        - `figure2b/vcsum_phi4`: the relative gain.
     """
     printed = papers.figure("morphkv", "table3").melt(["model", "method"], var_name="task", value_name="score")
     printed = printed.pivot(index=["model", "task"], columns="method", values="score").reset_index()
@@ -110,11 +117,11 @@ def in_numbers(*recomputed: Findings) -> pd.DataFrame:
 
 
 def fusions() -> Findings:
-    """Tables 4 and 5: how max fusion compares with sum fusion, relative, means over tasks or over models and criteria.
+    """Compare max fusion with sum fusion in tables 4 and 5: relative, as means over tasks or over models and criteria.
 
     Returns:
-        Table with columns table, what, gain (of max over sum); metrics `table4/max_over_sum` and `table5/sum_over_max`,
-        with intervals, and `table4/max_over_sum/inputs`, what the rounding of the printed scores may move it by.
+        Table with columns table, what, gain (of max over sum). Metrics `table4/max_over_sum` and `table5/sum_over_max`
+        have intervals. `table4/max_over_sum/inputs` is how far the rounding of the printed scores may move the first.
     """
     fourth = papers.figure("morphkv", "table4").set_index("task")
     fifth = papers.figure("morphkv", "table5").melt(["model", "fusion"], var_name="what", value_name="score")

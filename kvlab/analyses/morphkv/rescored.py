@@ -98,20 +98,24 @@ def scored(folder: Path) -> pd.DataFrame:
 
 
 def table_3() -> Findings:
-    """Table 3 next to the scores of the authors' answers.
+    """Compare table 3 with the scores of the authors' answers.
 
-    A cell is a task that the table prints for a model. A cell is clearly ahead, or behind, where the interval of
-    MorphKV's score less SnapKV's, prompt by prompt, lies on one side of 0; else it is open.
+    A cell is a task that the table prints for a model. MorphKV's score less SnapKV's, prompt by prompt, has an
+    interval. A cell is clearly ahead, or behind, where this interval lies on one side of 0. Else it is open.
 
     Returns:
-        Table with columns model, task, printed (whether table 3 has it), n, pairs, snapkv, morphkv,
-        over_snapkv, low, high; metrics `table3/printed_from_predictions`, `table3/morphkv_from_predictions` (the
-        largest difference of a printed score from its answers', in points) with `/cells_off` (cells that differ by more
-        than a last digit), `table3/cells_of_fewer_prompts`, of printed cells with all prompts `table3/pairs/cells`,
-        `.../ahead`, `.../behind`, `.../open`, `.../share_ahead`, `.../share_not_behind`, the same of all cells that
-        were run as `table3/pairs_run/...`, `table3/over_snapkv/gov_report/least`, `table3/over_snapkv/trec/most`
-        (points, over models), `table3/over_snapkv/mean_of_run/Llama` and so on (points, over all tasks) with their
-        largest as `.../most`, and `table3/phi4_beyond_full/printed/least`, `.../answers/least` (points).
+        Table with columns model, task, printed (whether table 3 has it), n, pairs, snapkv, morphkv, over_snapkv, low,
+        high. Metrics:
+        - `table3/printed_from_predictions` and `table3/morphkv_from_predictions`: the largest difference of a printed
+          score from its answers', in points. `/cells_off` after each is the number of cells that differ by more than a
+          last digit.
+        - `table3/cells_of_fewer_prompts`.
+        - `table3/pairs/cells`, `.../ahead`, `.../behind`, `.../open`, `.../share_ahead`, `.../share_not_behind`: of
+          printed cells with all prompts.
+        - `table3/pairs_run/...`: the same of all cells that were run.
+        - `table3/over_snapkv/gov_report/least` and `table3/over_snapkv/trec/most`: points, over models.
+        - `table3/over_snapkv/mean_of_run/Llama` and so on: points, over all tasks; the largest of them is `.../most`.
+        - `table3/phi4_beyond_full/printed/least` and `.../answers/least`: points.
     """
     all_scores = papers.figure("morphkv", "rescored")
     by_cell = all_scores.query("setting in [@BASE, @METHOD]").set_index(["setting", "model", "task"])

@@ -44,7 +44,7 @@ PER = 100
 LEAST = 5
 """StreamingLLM's four sinks and one recent token: no method gets a smaller budget."""
 
-TOGETHER = 8  # documents in one batch: the full cache's distributions of all steps are in memory besides
+TOGETHER = 8  # documents in one batch: the full cache's distributions of all steps are also in memory
 TURN = 128  # tokens that are fed at once where no policy acts at single steps
 MEASURED = ("kl", "nll_gap", "kv_bytes")
 COUNTED_FROM = 2
@@ -70,13 +70,13 @@ DIVERGES_EARLIER = "earlier/{policy}"
 
 
 def at_budget(trace: Trace, share: float, window: int) -> dict[str, Policy]:
-    """The methods that figures 10 and 11 compare, and two more, at a budget that is a share of the prompt.
+    """Make the methods that figures 10 and 11 compare, and two more, at a budget that is a share of the prompt.
 
-    `snapkv` is the paper's: every query head stores its own entries, and so gets only its part of the group's budget
-    (and a smaller window, if a large group leaves it less than `window`). `snapkv_shared` stores one set for each KV
-    head, as many entries as MorphKV. `snapkv_choosing` is the paper's with a window that takes no larger share of its
-    entries than MorphKV's does: at the smallest budgets the window of the paper's leaves one entry to choose. The
-    SnapKVs keep the response on top of these entries; MorphKV's are all that it stores.
+    `snapkv` is the paper's: every query head stores its own entries, and so gets only its part of the group's budget.
+    It also gets a smaller window, if a large group leaves it less than `window`. `snapkv_shared` stores one set for
+    each KV head, with as many entries as MorphKV. `snapkv_choosing` is the paper's with a smaller window, whose share
+    of its entries is at most that of MorphKV's window. At the smallest budgets the paper's own window leaves one entry
+    to choose. The SnapKVs keep the response on top of these entries. MorphKV stores these entries and no others.
     """
     entries = max(round(share * trace.prompt_length), window + 1, LEAST)
     of_head = max(entries * trace.kv_heads // trace.heads, 2)
@@ -91,7 +91,7 @@ def at_budget(trace: Trace, share: float, window: int) -> dict[str, Policy]:
 
 
 def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03, 0.07), window: int = 5) -> Findings:
-    """Figures 10 and 11 by attention: budgets that are small shares of a long prompt, along its response.
+    """Measure figures 10 and 11 by attention: budgets that are small shares of a long prompt, along its response.
 
     Args:
         traces: one for each document, used one after another.
@@ -99,12 +99,14 @@ def small_budgets(traces: Iterable[Trace], shares: Sequence[float] = (0.01, 0.03
         window: R of MorphKV and SnapKV's observation window.
 
     Returns:
-        Table with columns document, share, policy, step, measure, value (means over layers and heads); metrics
-        `mass_lost/morphkv/0.01` and so on, the paired differences `behind/mass_lost/snapkv/0.01` (that policy's value
-        less MorphKV's), `drop/step_recall/snapkv/0.01` (the share of MorphKV's recall that it misses), and
-        `sharper/mass_lost/snapkv` (its additional loss from the largest share to the smallest, less MorphKV's); all
-        over the steps from COUNTED_FROM on, with intervals over documents; and `choices/snapkv/0.01`, the entries that
-        a method's window leaves it to choose (of MorphKV and the three SnapKVs, in the last document).
+        Table with columns document, share, policy, step, measure, value (mean over layers and heads). Metrics over the
+        steps from COUNTED_FROM on, with intervals over documents:
+        - `mass_lost/morphkv/0.01` and so on.
+        - `behind/mass_lost/snapkv/0.01`: that policy's value less MorphKV's, paired.
+        - `drop/step_recall/snapkv/0.01`: the share of MorphKV's recall that the policy misses.
+        - `sharper/mass_lost/snapkv`: its additional loss from the largest share to the smallest, less MorphKV's.
+        `choices/snapkv/0.01` is the number of entries that a method's window leaves it to choose. It is of MorphKV and
+        the three SnapKVs, in the last document.
     """
     frames, choices = [], {}
     for trace in progress_bars.each(traces, "small budgets", "doc"):
@@ -172,7 +174,7 @@ def rivals(budget: int, prompt_tokens: int) -> dict[str, Policy]:
 
 
 def early_share(result: Replay) -> float:
-    """Of the entries stored at the end, the share that stands in the first quarter of the text; mean over KV heads."""
+    """Return the share of the entries stored at the end that are in the text's first quarter; mean over KV heads."""
     trace = result.trace
     stored = torch.stack([result.stored(layer, trace.steps) for layer in trace.layers])
     early = ((stored >= 0) & (stored < trace.length // 4)).sum(-1)
@@ -180,16 +182,18 @@ def early_share(result: Replay) -> float:
 
 
 def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findings:
-    """Figures 2a, 6 and 7 by replays: what each method stores and loses at every step of a long response.
+    """Measure figures 2a, 6 and 7 by replays: each method's stored bytes and losses at every step of a long response.
 
     Args:
         traces: with the attention accumulated over their prompts (for H2O).
 
     Returns:
-        Table with columns document, policy, prompt, step, measure, value: mass_lost, output_error, step_recall (means
-        over layers and heads) and stored_bytes (all layers, what is kept with the entries included); metrics of
-        `fading`, `times/mass_lost/h2o`: that policy's slope over MorphKV's, and `early/h2o` (`early_share`) with
-        `earlier/h2o`, that policy's less MorphKV's.
+        Table with columns document, policy, prompt, step, measure, value. mass_lost, output_error and step_recall are
+        means over layers and heads. stored_bytes are of all layers, auxiliary data included. The metrics are those of
+        `fading`, and:
+        - `times/mass_lost/h2o`: that policy's slope over MorphKV's.
+        - `early/h2o`: `early_share`.
+        - `earlier/h2o`: that policy's less MorphKV's.
     """
     frames, early = [], []
     for trace in progress_bars.each(traces, "long responses", "doc"):
@@ -215,15 +219,16 @@ def along_a_response(traces: Iterable[Trace], budget: int, window: int) -> Findi
 
 
 def fading(table: pd.DataFrame, measures: Sequence[str]) -> Findings:
-    """Figure 7: how measures change along a response.
+    """Measure how measures change along a response, as in figure 7.
 
     Args:
         table: tidy, with columns document, policy, step, measure, value.
 
     Returns:
-        The table; metrics `slope/mass_lost/morphkv` (least squares, change for each 100 tokens of the response),
-        `steeper/mass_lost/h2o` (that policy's slope less MorphKV's, paired) and `mean/mass_lost/morphkv` with
-        `behind/mass_lost/h2o`; all with intervals over documents.
+        The table. Metrics, with intervals over documents:
+        - `slope/mass_lost/morphkv`: least squares, the change for each 100 tokens of the response.
+        - `steeper/mass_lost/h2o`: that policy's slope less MorphKV's, paired.
+        - `mean/mass_lost/morphkv`, and `behind/mass_lost/h2o`: that policy's mean less MorphKV's, paired.
     """
     findings = Findings(table)
     for measure in measures:
@@ -290,20 +295,22 @@ def inside_the_model(
 def teacher_forced(
     lm: LM, ids: Tensor, prompt: int, policies: dict[str, Policy], look: _Look | None = None
 ) -> Findings:
-    """Figure 7 and table 1 inside the model: a text is fed under compressed caches; each step's error enters the next.
+    """Feed a text under compressed caches (figure 7 and table 1 inside the model); each step's error enters the next.
 
     Args:
         ids: int64 `[documents, prompt + response]`; some documents run as one batch.
         prompt: tokens that are prefilled.
         policies: by name, "morphkv" among them.
-        look: called after every step with the documents of the batch (their rows), the step, and the sessions of the
-            policies that act while decoding, by name.
+        look: called after every step with the documents of the batch (their rows), the step, and sessions by name. The
+            sessions are those of the policies that act while decoding.
 
     Returns:
-        Table with columns document (its row), policy, step, measure, value: `kl`, the divergence of the next-token
-        distribution from the full cache's, and `nll_gap`, the excess of the next token's negative log-likelihood, both
-        in nats, and `kv_bytes`, keys and values stored for one document; metrics of `fading` over the steps from
-        COUNTED_FROM on. The first step is the first token that was fed after the prompt was compressed.
+        Table with columns document (its row), policy, step, measure, value. The measures are:
+        - `kl`: the divergence of the next-token distribution from the full cache's, in nats.
+        - `nll_gap`: the excess of the next token's negative log-likelihood, in nats.
+        - `kv_bytes`: keys and values stored for one document.
+        The metrics are those of `fading` over the steps from COUNTED_FROM on. The first step is the first token that
+        was fed after the prompt was compressed.
 
     Raises:
         KvlabError: nothing follows the prompt.
@@ -325,15 +332,15 @@ def _under_each(
     with shared_prefill(lm.model, list(policies.values())):
         prefilled = lm.model(ids[:, :prompt], use_cache=True, logits_to_keep=1).past_key_values
     whole = _decoded(lm, fed, {"full": policy("full")}, prefilled)
-    # These are most of the memory of an analysis, so they are never held twice.
+    # These are most of the memory of an analysis, so there is never a second copy.
     first = next(whole)[0][0].float().log_softmax(-1)
     full = first.new_empty(len(first), fed.shape[1], first.shape[-1])
     full[:, 0] = first
     for step, (logits, _) in enumerate(whole, 1):
         full[:, step] = logits[0].float().log_softmax(-1)
     known = _nll(full, nexts)
-    # Filled in place: whatever small is kept of a step would lie between that step's large distributions, whose memory
-    # could then not be used again by the next.
+    # Filled in place: a small object kept of a step would lie in memory between that step's large distributions. The
+    # next step could then not use their memory again.
     every = [list(policies), documents, MEASURED, range(1, fed.shape[1] + 1)]
     values = torch.empty([len(labels) for labels in every], dtype=torch.float64)
     index_of = {name: index for index, name in enumerate(policies)}

@@ -56,8 +56,9 @@ TABLE_3 = (
 
 
 def of_model(lm: LM) -> Geometry:
-    """Of a model at hand, with the layers whose cache policies compress: in a hybrid one those that look at a window
-    or keep a state do not count.
+    """Return the geometry of a loaded model, with the layers whose cache policies compress.
+
+    Layers of a hybrid model that look at a window or keep a state do not count.
     """
     return replace(geometry(lm.model.config), layers=len(lm.layout.compressed))
 
@@ -119,16 +120,17 @@ def stored_bytes(
 
 
 def against_formula(table: pd.DataFrame, model: Geometry, budget: int, window: int) -> Findings:
-    """Measured bytes of `along_a_response` next to the formula's, and how fast they grow.
+    """Compare measured bytes of `along_a_response` with the formula's, and measure how fast they grow.
 
     Args:
         table: with columns document, policy, prompt, step, measure, value; SnapKV with a set for each query head.
         model: of the model that was measured, in float32.
 
     Returns:
-        Table with columns policy, prompt, step, measured, predicted, deviation (relative); metrics
-        `sizes/deviation` (the largest), and `growth/snapkv` and so on: bytes that a decoded token adds over the second
-        half of the response, as a multiple of what it adds to the full cache, with intervals over documents.
+        Table with columns policy, prompt, step, measured, predicted, deviation (relative). Metrics:
+        - `sizes/deviation`: the largest.
+        - `growth/snapkv` and so on, with intervals over documents: bytes that a decoded token adds, as a multiple of
+          its bytes in the full cache. They are of the second half of the response.
     """
     rows = table.loc[(table["measure"] == "stored_bytes") & table["policy"].isin(METHODS)]
     sets = {"snapkv": model.group}
@@ -202,12 +204,13 @@ def benchmark_sizes(benchmark: str) -> pd.DataFrame:
 
 
 def printed_sizes() -> Findings:
-    """Figures 6, 8 and 9 by formula at the implied lengths, next to what is printed.
+    """Compute figures 6, 8 and 9 by formula at the implied lengths, next to the printed sizes.
 
     Returns:
-        Table with columns benchmark, method, predicted, with_rows, printed, tokens (the implied length); metrics
-        `relative_size/longwriter/snapkv` and so on, `relative_size/longgenbench/morphkv_with_rows`, and the savings
-        `saving/longwriter/h2o` and so on (1 - MorphKV / that method); intervals over models.
+        Table with columns benchmark, method, predicted, with_rows, printed, tokens (the implied length). Metrics, with
+        intervals over models:
+        - `relative_size/longwriter/snapkv` and so on, and `relative_size/longgenbench/morphkv_with_rows`.
+        - the savings `saving/longwriter/h2o` and so on: 1 - MorphKV / that method.
     """
     printed, rows = _printed(), []
     findings = Findings(pd.DataFrame())

@@ -53,17 +53,19 @@ def window_ablation(
     capacities: Sequence[int] = (512,),
     fusions: Sequence[str] = ("sum", "max"),
 ) -> Findings:
-    """Tables 4-6 by attention: window size x fusion x capacity (C + R) along a response.
+    """Measure tables 4-6 by attention: window size x fusion x capacity (C + R) along a response.
 
     Args:
         traces: one for each document; they are used one after another, so a generator will do.
 
     Returns:
-        Table with columns document, fusion, window, capacity, step, measure, value (means over layers and heads);
-        metrics `mass_lost/sum/w32/c512` and likewise `step_recall/...`, `output_error/...`; the relative gain
-        `gain/mass_lost/max/c512/w32_to_w200` of each window over those before it in `windows`, and of sum over max
-        fusion, `gain/mass_lost/w32/c512/max_to_sum`, which is table 5's regime where every prompt fits into the
-        capacity, and then also `gain/mass_lost/w32/c512/short_prompt/max_to_sum`; all with intervals over documents.
+        Table with columns document, fusion, window, capacity, step, measure, value (mean over layers and heads).
+        Metrics, with intervals over documents:
+        - `mass_lost/sum/w32/c512` and likewise `step_recall/...`, `output_error/...`.
+        - `gain/mass_lost/max/c512/w32_to_w200`: the relative gain of each window over those before it in `windows`.
+        - `gain/mass_lost/w32/c512/max_to_sum`: the relative gain of sum over max fusion.
+        Where every prompt fits into the capacity, the last gain is in table 5's regime. Then there is also
+        `gain/mass_lost/w32/c512/short_prompt/max_to_sum`.
     """
     settings = [(f, w, c) for c in capacities for f in fusions for w in windows if w < c]
     frames, longest = [], 0

@@ -73,11 +73,12 @@ PAIRS = [
 
 
 def compressions(traces: Sequence[Trace]) -> tuple[int, ...]:
-    """The compressions at which every method of figure 4 still does what its name says, for the shortest sequence S.
+    """Return the compressions at which every method of figure 4 still does as its name says, by the shortest sequence.
 
-    Half of a budget t = S / c pays for t / 2 of Quest's pages, of 2 c entries each, and the other half reads t / 2 = S
-    / 2c entries: at least one page only if c <= sqrt(S) / 2. (The paper's smallest budget, 256 of 16,000 tokens, is at
-    that limit: one page of 125.) From `LEAST` on they double, and end at the limit where it lies well beyond the last.
+    S is the length of the shortest sequence. Half of a budget t = S / c pays for t / 2 of Quest's pages, of 2 c entries
+    each. The other half reads t / 2 = S / 2c entries. That is at least one page only if c <= sqrt(S) / 2. (The paper's
+    smallest budget, 256 of 16,000 tokens, is at that limit: one page of 125.) The compressions double from `LEAST` on.
+    They end at the limit where it lies well beyond the last.
 
     Raises:
         KvlabError: a sequence that allows less than `LEAST`.
@@ -116,15 +117,15 @@ def snapkv_as_compared(trace: Trace, budget: int, sets: Literal["head", "group"]
 
 
 def contenders(trace: Trace, budget: int, heads: str | None) -> dict[str, Policy]:
-    """The policies of figures 1, 4 and 8 at one budget; SnapKV is absent where it has no room (appendix A.3).
+    """Make the policies of figures 1, 4 and 8 at one budget; SnapKV is absent where it has no room (appendix A.3).
 
-    What is small and whole here is large in the paper, so that it is rounded to what its setting implies: SparQ's d / c
-    dimensions to the nearest number (4 of 128 at c = 32 are 2 of 64, and would else fall to 1), and Quest's pages have
-    2 c entries at every compression and its last page is cut, so that it spends its budget. Exact-TopK is the authors'
-    oracle: each query head reads its own top t, and a group up to its size times as many.
+    Some numbers of a setting are large in the paper, and small here. They are rounded to what the setting implies.
+    SparQ's d / c dimensions go to the nearest number: 4 of 128 at c = 32 are 2 of 64, and would else fall to 1. Quest's
+    pages have 2 c entries at every compression, and its last page is cut, so that it spends its budget. Exact-TopK is
+    the authors' oracle: each query head reads its own top t, and a group up to its size times as many.
 
     Args:
-        heads: scores that tell DuoAttention's heads apart, as its `heads`.
+        heads: scores that distinguish DuoAttention's heads, as its `heads`.
     """
     methods = {name: policy(name, budget=budget) for name in ("hybrid", "rocketkv")}
     methods["exact_topk"] = policy("exact_topk", budget=budget, sets="head")
@@ -167,7 +168,7 @@ def measured(result: Replay) -> dict[str, float]:
 
 
 def figure_4(traces: Sequence[Trace], wanted: Sequence[float] | None = None, heads: str | None = None) -> Findings:
-    """Figures 1, 4 and 8 on the attention itself: every method at the same compression of what a step reads.
+    """Measure figures 1, 4 and 8 on the attention itself: every method at the same compression of a step's reads.
 
     Args:
         traces: with a response and the last prompt queries.
@@ -175,18 +176,23 @@ def figure_4(traces: Sequence[Trace], wanted: Sequence[float] | None = None, hea
         heads: DuoAttention's head scores of the model, as `shipped_tables.head_scores` finds them.
 
     Returns:
-        Table with columns document, method, compression, budget, step_recall, mass_lost, output_error, stored, read
-        (the last two as shares of the full cache). Metrics by measure, method and compression, `mass_lost/quest/c64`,
-        with intervals over documents; gains, paired by document and positive where the first method is better,
-        `gain/mass_lost/rocketkv_over_quest/c64`; the same over the best rival, `.../rocketkv_over_next_best/c64`, and
-        of Exact-TopK over it; each at the largest compression under `.../tightest`, too; `widening/mass_lost/
-        rocketkv_over_quest`, how much larger the gain is at the largest compression than at the smallest;
-        `ahead/mass_lost/rocketkv_over_quest`, at what share of the compressions the gain is clear;
-        `shortfall/snapkv`, at what share of the compressions SnapKV has no room; `finding/mass_lost`, what share of the
-        best rival's loss at the largest compression Exact-TopK does not have; `at_a_quarter/mass_lost`, the loss of the
-        best rival at a quarter of that compression less Exact-TopK's at all of it; `first_layers/mass_lost`,
-        RocketKV's loss in the first two layers less that in the others, at the largest compression;
-        `compression/tightest`, which one that is.
+        Table with columns document, method, compression, budget, step_recall, mass_lost, output_error, stored, read.
+        The last two are shares of the full cache. Metrics, with intervals over documents:
+        - `mass_lost/quest/c64`: each measure by method and compression.
+        - `gain/mass_lost/rocketkv_over_quest/c64`: gains, paired by document and positive where the first method is
+          better.
+        - `.../rocketkv_over_next_best/c64`: the gain over the best rival; Exact-TopK has such a gain, too.
+        - `.../tightest`: each of these at the largest compression.
+        - `widening/mass_lost/rocketkv_over_quest`: the gain at the largest compression less that at the smallest.
+        - `ahead/mass_lost/rocketkv_over_quest`: the share of the compressions at which the gain is clear.
+        - `shortfall/snapkv`: the share of the compressions at which SnapKV has no room.
+        - `finding/mass_lost`: the share of the best rival's loss at the largest compression that Exact-TopK does not
+          have.
+        - `at_a_quarter/mass_lost`: the best rival's loss at a quarter of that compression, less Exact-TopK's at all of
+          it.
+        - `first_layers/mass_lost`: RocketKV's loss in the first two layers less that in the others, at the largest
+          compression.
+        - `compression/tightest`: the largest compression.
 
     Raises:
         KvlabError: a trace without a response.
@@ -267,8 +273,8 @@ def add_values(findings: Findings, measure: str, prefix: str = "") -> pd.DataFra
         prefix: prefix of the effect's name.
 
     Returns:
-        The measure by document, with a column for each (method, compression); what a method has not on every document,
-        since it has no room on some, is left out.
+        The measure by document, with a column for each (method, compression). A column is left out where the method has
+        no room on some document.
     """
     values = findings.table.pivot(index="document", columns=["method", "compression"], values=measure)
     values = values.dropna(axis="columns")

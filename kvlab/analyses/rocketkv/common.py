@@ -31,12 +31,12 @@ def traffic_by_paper(method: str, c: float) -> float:
 
 
 def storage_by_tensors(method: str, c: float) -> float:
-    """What table 1 should say: minima and maxima, or copies, of *keys* alone cost half as much as those of keys and
-    values.
+    """Compute the storage that table 1 should state for a method, as a share of the full cache.
 
-    RocketKV's pages hold c^(1/4) entries and two vectors each, which is one entry's key and value: 1/c^(3/4). SparQ
-    copies keys only. Quest spends half of the budget on finding, so that it has t / 2 pages (fewer where that would
-    make them smaller than 16 entries).
+    Minima and maxima, or copies, of *keys* alone cost half as much as those of keys and values. RocketKV's pages hold
+    c^(1/4) entries and two vectors each, which is one entry's key and value: 1/c^(3/4). SparQ copies keys only. Quest
+    spends half of the budget on finding, so that it has t / 2 pages. It has fewer where that would make them smaller
+    than 16 entries.
     """
     return {"snapkv": 1 / c, "quest": 1 + min(1 / (2 * c), 1 / 16), "sparq": 1.5, "rocketkv": c**-0.5 + c**-0.75}[
         method
@@ -61,7 +61,7 @@ def formulas(compressions: Sequence[float] = (4, 16, 64)) -> pd.DataFrame:
 
 
 def table_1(trace: Trace, budgets: Sequence[int] = (256, 512, 1024, 2048)) -> Findings:
-    """Table 1 as a function of c = S / t, next to the bytes of a replay; S is the prompt and the response.
+    """Compute table 1 as a function of c = S / t, next to the bytes of a replay; S is the prompt and the response.
 
     SnapKV keeps every generated token, so its prompt gets the budget less the response (the paper's appendix A.3).
     Where that is smaller than its window, there is no measurement.
@@ -71,9 +71,10 @@ def table_1(trace: Trace, budgets: Sequence[int] = (256, 512, 1024, 2048)) -> Fi
         budgets: t, in entries for each layer and KV head.
 
     Returns:
-        Table with one row for each method and budget: method, budget, c, storage_paper, storage_tensors (by
-        `storage_by_tensors`), storage_measured, traffic_paper, traffic_measured; all but budget and c are shares of the
-        full cache. Metrics `storage/rocketkv/512` and `traffic/rocketkv/512`, as measured.
+        Table with one row for each method and budget. The columns are method, budget, c, storage_paper,
+        storage_tensors, storage_measured, traffic_paper, traffic_measured. storage_tensors is by `storage_by_tensors`.
+        Storage and traffic are shares of the full cache. Metrics `storage/rocketkv/512` and `traffic/rocketkv/512` are
+        measured.
 
     Raises:
         KvlabError: a trace without a response, which loads nothing, or one without the last prompt queries.

@@ -1,5 +1,6 @@
-"""RocketKV's design: figures 6 and 7, table 1, its lead on longer prompts, and how a compression is split between the
-stages and within one.
+"""RocketKV's design: figures 6 and 7, table 1, its lead on longer prompts, and the split of a compression.
+
+A compression is split between the two stages, and within one stage.
 """
 
 from __future__ import annotations
@@ -79,8 +80,10 @@ TIMES_LONGER = 4
 
 
 def stages(traces: Sequence[Trace], least: float = LEAST) -> tuple[float, ...]:
-    """Compressions for figure 6: the least one, and the largest whole one at which a set of each query head still
-    chooses half as many tokens as its window has (SnapKV can choose nothing where the window takes the budget).
+    """Return two compressions for figure 6: the least one, and the largest whole one at which SnapKV can still choose.
+
+    There a set of each query head still chooses half as many tokens as its window has. SnapKV can choose nothing where
+    the window takes the budget.
     """
     tightest = []
     for trace in traces:
@@ -108,16 +111,19 @@ def ladder(trace: Trace, budget: int) -> dict[str, Policy]:
 
 
 def stage_by_stage(traces: Sequence[Trace], wanted: Sequence[float] | None = None) -> Findings:
-    """Figure 6 and section 3.3: what each change from SnapKV to RocketKV brings at the same token budget.
+    """Measure the gain by each change from SnapKV to RocketKV at the same token budget (figure 6 and section 3.3).
 
     Returns:
         Table with columns document, method, compression, budget, step_recall, mass_lost, output_error, stored, read.
-        Metrics `output_error/snapkv_gqa/c6` and gains, positive where the first is better,
-        `gain/output_error/snapkv_gqa_over_snapkv/c6`, with intervals over documents; `widening/...`, the gain at the
-        largest compression less that at the smallest. `redundancy/c6`: of the entries that SnapKV's query heads choose
-        outside the window, the share that another head of the group has already chosen; `redundancy/over_chance/c6`:
-        the same less the share of heads that choose at random. A compression that leaves SnapKV no room outside its
-        window and the response, as in large groups, has none of these.
+        Metrics, with intervals over documents:
+        - `output_error/snapkv_gqa/c6`.
+        - `gain/output_error/snapkv_gqa_over_snapkv/c6`: positive where the first is better.
+        - `widening/...`: the gain at the largest compression less that at the smallest.
+        - `redundancy/c6`: the share of SnapKV's choices outside the window that another head of the group has already
+          chosen.
+        - `redundancy/over_chance/c6`: the same less the share of heads that choose at random.
+        There is no redundancy at a compression that leaves SnapKV no room outside its window and the response, as in
+        large groups.
 
     Raises:
         KvlabError: SnapKV has no room at any of the compressions.
@@ -200,22 +206,25 @@ def kernels(
     compression: float = 8,
     steps: int = 32,
 ) -> Findings:
-    """Figure 7: the best max-pooling kernel for RocketKV at each prompt length.
+    """Find the best max-pooling kernel for RocketKV at each prompt length (figure 7).
 
     Args:
         traces: with the queries of all prompt tokens.
         prompt_lengths: tokens of the prompts, ascending, to which they are cut; those of `lengths` by default.
         sizes: kernels, odd.
-        compression: S / t at every length; at a larger one the shortest prompts of 300 tokens would leave the first
-            stage little to choose outside its window.
+        compression: S / t at every length. At a larger one the first stage would have little to choose outside its
+            window, for the shortest prompts of 300 tokens.
         steps: tokens of the text that follow as the response.
 
     Returns:
-        Table with columns document, length, kernel, step_recall, mass_lost, output_error. Metrics
-        `output_error/k63/n500` and `gain/output_error/k63_over_k7/longest` (for `shortest` and `longest`, each kernel
-        over the smallest), with intervals over documents; `best_kernel/shortest` and `best_kernel/longest`, log2 of
-        the kernel at which the mean output error over documents is smallest; `best_kernel/growth`, their difference;
-        and `best_kernel_size/longest`, in tokens.
+        Table with columns document, length, kernel, step_recall, mass_lost, output_error. Metrics:
+        - `output_error/k63/n500`, with intervals over documents.
+        - `gain/output_error/k63_over_k7/longest`, with intervals over documents: each kernel over the smallest, for
+          `shortest` and `longest`.
+        - `best_kernel/shortest` and `best_kernel/longest`: log2 of the kernel with the smallest mean output error over
+          documents.
+        - `best_kernel/growth`: their difference.
+        - `best_kernel_size/longest`: in tokens.
     """
     rows, cuts = [], lengths(traces, steps) if prompt_lengths is None else prompt_lengths
     jobs = [(trace, n) for trace in traces for n in cuts]
@@ -250,7 +259,9 @@ def kernels(
 
 
 def leads(traces: Sequence[Trace], heads: str | None = None, steps: int = 32) -> Findings:
-    """Section 4.2: RocketKV's lead over the best rival at one token budget, on whole prompts and on their first part.
+    """Measure RocketKV's lead over the best rival at one token budget, on whole prompts and their first part.
+
+    Section 4.2 is about this lead.
 
     Args:
         traces: with the queries of all prompt tokens; prompts are cut, and the text itself follows as the response.
@@ -259,8 +270,10 @@ def leads(traces: Sequence[Trace], heads: str | None = None, steps: int = 32) ->
 
     Returns:
         Table with columns document, end ("shorter", "longer"), length, method, budget, mass_lost, output_error.
-        Metrics, with intervals over documents: `lead/output_error/longer` and `.../shorter` (the loss of the rival that
-        is best on average at that length, less RocketKV's) and `lead/output_error/longer_less_shorter`, paired.
+        Metrics, with intervals over documents:
+        - `lead/output_error/longer` and `.../shorter`: the loss of the best rival, on average at that length, less
+          RocketKV's.
+        - `lead/output_error/longer_less_shorter`: their difference, paired.
     """
     rows = []
     for trace in progress_bars.each(traces, "lengths", "doc"):
@@ -323,14 +336,15 @@ def splits(
     levels: Sequence[float] | None = None,
     exponents: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
 ) -> Findings:
-    """Sections 3.1 and 3.2: how much of the compression the first stage should take, as an exponent of c.
+    """Measure how much of the compression the first stage should take, as an exponent of c (sections 3.1 and 3.2).
 
     Returns:
-        Table with columns document, compression, method (`split0.5`, or the published code's rule, `splitpublished`),
-        exponent (missing for the published rule), step_recall, mass_lost, output_error, survived (the share of each
-        step's true top t that the first stage left). Metrics `output_error/split0.5/c16`, `survived/split0.5/c16`,
-        and gains `gain/output_error/split0.5_over_split0/c16` of the even split over each other one, with intervals
-        over documents.
+        Table with columns document, compression, method, exponent, step_recall, mass_lost, output_error, survived:
+        - method: `split0.5`, or `splitpublished` for the published code's rule.
+        - exponent: missing for the published rule.
+        - survived: the share of each step's true top t that the first stage left.
+        Metrics, with intervals over documents, are `output_error/split0.5/c16`, `survived/split0.5/c16`, and the gains
+        `gain/output_error/split0.5_over_split0/c16` of the even split over each other one.
     """
     rows = []
     jobs = [(trace, c) for trace in traces for c in (compressions(traces)[1:] if levels is None else levels)]
@@ -356,15 +370,15 @@ def pages_against_dimensions(
     levels: Sequence[float] = (16,),
     exponents: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
 ) -> Findings:
-    """Section 3.4: hybrid attention, with the compression of its search shared between pages and dimensions.
+    """Compare splits of the search's compression between pages and dimensions in hybrid attention (section 3.4).
 
-    Pages have c ** exponent entries, and half of the budget pays for the dimensions: exponent 0 finds single tokens by
-    a few dimensions (as SparQ does), exponent 1 finds pages by all dimensions (as Quest does).
+    Pages have c ** exponent entries, and half of the budget pays for the dimensions. Exponent 0 finds single tokens by
+    a few dimensions, as SparQ does. Exponent 1 finds pages by all dimensions, as Quest does.
 
     Returns:
         Table with columns document, compression, method (`pages0.5`), exponent, step_recall, mass_lost, output_error.
-        Metrics `output_error/pages0.5/c16` and gains `gain/output_error/pages0.5_over_pages0/c16` of the even split
-        over each other one, with intervals over documents.
+        Metrics, with intervals over documents, are `output_error/pages0.5/c16` and the gains
+        `gain/output_error/pages0.5_over_pages0/c16` of the even split over each other one.
     """
     rows = []
     jobs = [(trace, c) for trace in traces for c in levels]
@@ -389,12 +403,14 @@ def _gains(findings: Findings, pairs: Sequence[tuple[str, str]], prefix: str = "
 
 
 def table_1(trace: Trace, levels: Sequence[float] = (4, 16, 64)) -> Findings:
-    """Table 1 at given compressions: `rocketkv.table_1`, with metrics named by compression, and the arithmetic of it.
+    """Compute table 1 at given compressions: `common.table_1`, with metrics named by compression, and its arithmetic.
 
     Returns:
-        Its table. Metrics `storage/rocketkv/c16` and `traffic/rocketkv/c16`, measured as shares of the full cache;
-        `auxiliary/quest/c16`, what is stored beyond the full cache; `of_tensors/rocketkv/c16`, the measured storage as
-        a share of `storage_by_tensors`; `by_tensors/rocketkv/c16`, what the latter says at exactly this compression.
+        Its table. Metrics:
+        - `storage/rocketkv/c16` and `traffic/rocketkv/c16`: measured, as shares of the full cache.
+        - `auxiliary/quest/c16`: the storage beyond the full cache.
+        - `of_tensors/rocketkv/c16`: the measured storage as a share of `storage_by_tensors`.
+        - `by_tensors/rocketkv/c16`: `storage_by_tensors` at exactly this compression.
     """
     by_budget = {budget_at(trace, c): c for c in levels}
     table = common.table_1(trace, list(by_budget)).table

@@ -35,20 +35,27 @@ def findings() -> Findings:
     """Recompute the printed tables' findings, cell by cell.
 
     Returns:
-        Table with columns benchmark, cell, method, against, gap (of the method over the best of the others that are
-        printed in that cell, in points). Metrics: `printed/longbench/rocketkv_not_behind_rivals`, the share of cells in
-        which RocketKV's average is not below that of DuoAttention, SnapKV, Quest and SparQ, and the same for `ruler`
-        and `needle`, and for `tight`, all three at budgets of 256 and 512;
-        `printed/longbench/rocketkv_not_behind_hybrid` at budgets up to 1024; `printed/all/hybrid_not_behind_halves`,
-        Hybrid against Quest and SparQ on LongBench, needles and RULER;
-        `printed/longbench/behind/sparq/LongChat-7B-v1.5/1024` and so on, by how many points RocketKV is behind where it
-        is; `printed/needle/largest_loss/512`, the most that RocketKV loses on needles against the full cache, of three
-        models; `printed/ruler/lead/Llama3.1-8B/96000/256` over the best rival, and `printed/ruler/wider`, the share of
-        models and budgets at which that lead is larger at the longest sequence that is printed than at the shortest;
-        `printed/ruler/loss/Llama3.1-8B/16000/256` against the full cache, and `printed/ruler/loss_grows`, the share of
-        steps from one printed length to the next, of models and budgets, at which that loss becomes larger;
-        `printed/needle/snapkv_loses_at_least/1024`, the smaller loss of SnapKV's on Mistral-7B and LongChat, in points;
-        `printed/longbench/sparq_last/Mistral-7B-v0.2`, the share of budgets at which all others score more than SparQ.
+        Table with columns benchmark, cell, method, against, gap. gap is the method's lead over the best of the others
+        that are printed in that cell, in points. Metrics:
+        - `printed/longbench/rocketkv_not_behind_rivals`: the share of cells in which RocketKV's average is not below
+          that of DuoAttention, SnapKV, Quest and SparQ. The same is there for `ruler` and `needle`, and for `tight`,
+          which is all three at budgets of 256 and 512.
+        - `printed/longbench/rocketkv_not_behind_hybrid`: at budgets up to 1024.
+        - `printed/all/hybrid_not_behind_halves`: Hybrid against Quest and SparQ on LongBench, needles and RULER.
+        - `printed/longbench/behind/sparq/LongChat-7B-v1.5/1024` and so on: by how many points RocketKV is behind, in
+          each cell where it is.
+        - `printed/needle/largest_loss/512`: the most that RocketKV loses on needles against the full cache, of three
+          models.
+        - `printed/ruler/lead/Llama3.1-8B/96000/256`: the lead over the best rival.
+        - `printed/ruler/wider`: the share of models and budgets at which that lead is larger at the longest printed
+          sequence than at the shortest.
+        - `printed/ruler/loss/Llama3.1-8B/16000/256`: the loss against the full cache.
+        - `printed/ruler/loss_grows`: the share of steps from one printed length to the next at which that loss becomes
+          larger. The steps are those of all models and budgets.
+        - `printed/needle/snapkv_loses_at_least/1024`: the smaller of SnapKV's losses on Mistral-7B and LongChat, in
+          points.
+        - `printed/longbench/sparq_last/Mistral-7B-v0.2`: the share of budgets at which all others score more than
+          SparQ.
     """
     longbench, ruler = papers.figure("rocketkv", "longbench"), papers.figure("rocketkv", "ruler")
     ruler = ruler.assign(model=ruler["model"].str.cat(ruler["length"].astype(str), sep=" "))
@@ -99,8 +106,9 @@ def _scores(table: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def _gaps(scores: pd.DataFrame, method: str, others: Sequence[str]) -> pd.DataFrame:
-    """Columns cell, against (the best of the others), gap; of the cells in which the method and all that the paper has
-    of the others are printed.
+    """Return columns cell, against (the best of the others), gap, for cells that print the method and the others.
+
+    Only SnapKV may be missing, since the paper does not have it everywhere.
     """
     rivals: Any = scores[list(others)]
     both: Any = scores[method].notna() & rivals.drop(columns="snapkv", errors="ignore").notna().all(axis=1)

@@ -47,7 +47,7 @@ HITS = "hits/{way}/{policy}/{budget:g}"
 """Share of the answers' tokens that are the likeliest after the right ones before them."""
 FULL_HITS = "hits/{way}/full"
 UNKNOWN = "question_agnostic/{policy}/{budget:g}"
-"""What it costs not to know the question: the loss of `none` less that of `each`, paired by context."""
+"""The cost of not knowing the question: the loss of `none` less that of `each`, paired by context."""
 DECLINE = "decline/{policy}/{budget:g}"
 """How much more a chat loses over its later turns than over its first, paired by context."""
 BETWEEN = "between/{way}/{left}/{right}/{budget:g}"
@@ -59,15 +59,15 @@ UNSCORED = math.nan, math.nan
 
 
 def measure(lm: LM, examples: Sequence[Example], policies: Sequence[Policy]) -> pd.DataFrame:
-    """Every question of every context under every policy and the full cache, in all three ways.
+    """Ask every question of every context under every policy and the full cache, in all three ways.
 
     Args:
         examples: of the task `turns`, in its mode "requests".
         policies: those that evict at the end of a prompt and do nothing while decoding.
 
     Returns:
-        One row for each: context, kind, turn, way, policy, budget, nll, hits, and loss (nll less the full cache's);
-        these three are nan for an answer of one token, of which nothing is scored.
+        One row for each, with columns context, kind, turn, way, policy, budget, nll, hits, loss. loss is nll less the
+        full cache's. The last three are nan for an answer of one token, of which nothing is scored.
 
     Raises:
         KvlabError: a policy that acts while decoding, for which feeding an answer at once is something else.
@@ -204,15 +204,16 @@ def _first(context: _Context) -> list[Scored]:
 
 
 WAYS: dict[str, Callable[[_Context], list[Scored]]] = {"each": _each, "first": _first, "none": _none}
-"""What has been read when the cache is compressed: each question, the first one alone (a chat), or none (requests)."""
+"""The questions read when the cache is compressed: each one, the first one alone (a chat), or none (requests)."""
 
 
 # ---------------------------------------------------------------------------------------------------- findings
 
 
 def findings(table: pd.DataFrame) -> Findings:
-    """Losses by way and turn, what not knowing the question costs, and the decline over the turns of a chat; intervals
-    are over contexts, since questions over one context are no independent ones.
+    """Summarise losses by way and turn, the cost of an unknown question, and the decline over the turns of a chat.
+
+    Intervals are over contexts, since questions over one context are not independent.
 
     table: of `measure`.
     """

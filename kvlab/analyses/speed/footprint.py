@@ -70,12 +70,14 @@ def predicted(model: str, tokens: float, batch: int = 1, bytes_per_number: int =
 
 
 def zsmerge_memory(printed: pd.DataFrame) -> Findings:
-    """ZSMerge, section 4.2 and figure 3, on Llama-2-7B. The paper's k is 1,024; its GB and MB are in fact GiB and MiB.
+    """Compute ZSMerge's memory on Llama-2-7B by arithmetic (section 4.2 and figure 3).
+
+    The paper's k is 1,024. Its GB and MB are in fact GiB and MiB.
 
     Returns:
-        Table with columns quantity, printed, float16, float32 (GiB, but MiB for the bytes of one token); metrics
-        `memory/zsmerge/QUANTITY` in float32, which is what the printed figures fit, and
-        `memory/zsmerge/reduction_54k`: 1 - memory with 18k entries / memory of the full cache at 54k.
+        Table with columns quantity, printed, float16, float32, in GiB. The bytes of one token are in MiB. Metrics:
+        - `memory/zsmerge/QUANTITY`: in float32, which the printed figures fit.
+        - `memory/zsmerge/reduction_54k`: 1 - memory with 18k entries / memory of the full cache at 54k.
     """
 
     def arithmetic(width: int) -> dict[str, float]:
@@ -104,19 +106,24 @@ def zsmerge_memory(printed: pd.DataFrame) -> Findings:
 
 
 def zsmerge_workloads(printed: pd.DataFrame, table: str = "table4") -> Findings:
-    """ZSMerge's tables 1 and 4 against arithmetic, in float16 (in float32 some printed figures would be impossible).
+    """Compare ZSMerge's tables 1 and 4 with arithmetic in float16.
+
+    In float32 some printed figures would be impossible.
 
     Args:
         table: prefix of the metrics' names.
 
     Returns:
-        The printed table with the columns gib (weights and full cache, each row's own batch and lengths), fits (into
-        80 GiB), bound (tokens/s at which the weights alone take the GPU's whole bandwidth: batch x bandwidth / weights)
-        and from_latency (tokens/s that the printed latency gives); metrics
-        `TABLE/impossible` (rows of the full cache with a figure although weights and cache exceed 80 GiB),
-        `TABLE/unexplained` (rows of the full cache marked out of memory although they would fit),
-        `TABLE/above_bound` (rows with more tokens per second than reading the weights allows), and
-        `TABLE/contradictions` (rows whose speed and latency differ by more than 5 %).
+        The printed table with four columns more:
+        - gib: weights and full cache, with each row's own batch and lengths.
+        - fits: into 80 GiB.
+        - bound: tokens/s at which the weights alone take the GPU's whole bandwidth (batch x bandwidth / weights).
+        - from_latency: tokens/s that the printed latency gives.
+        Metrics:
+        - `TABLE/impossible`: rows of the full cache with a figure although weights and cache exceed 80 GiB.
+        - `TABLE/unexplained`: rows of the full cache marked out of memory although they would fit.
+        - `TABLE/above_bound`: rows with more tokens per second than reading the weights allows.
+        - `TABLE/contradictions`: rows whose speed and latency differ by more than 5 %.
     """
     rows = printed.copy()
     names = "llama-2-" + rows["model"]
@@ -146,8 +153,9 @@ def zsmerge_speedups(printed: pd.DataFrame) -> pd.DataFrame:
 
 
 def zsmerge_batches(printed: pd.DataFrame) -> pd.DataFrame:
-    """Table 4's workloads of the 7B model with several batch sizes and as many generated as prompt tokens: method (h2o
-    or zsmerge), prompt, batch, speedup over the full cache.
+    """Return speedups of table 4's workloads of the 7B model with several batch sizes and as many new as prompt tokens.
+
+    The columns are method (h2o or zsmerge), prompt, batch, speedup over the full cache.
     """
     rows = printed.query("model == '7b' and prompt == generated")
     wide = rows.pivot(index=["prompt", "batch"], columns="method", values="tokens_per_second")
@@ -162,15 +170,16 @@ def zsmerge_batches(printed: pd.DataFrame) -> pd.DataFrame:
 def rocketkv_saving(
     printed: pd.DataFrame, lengths: Sequence[int] = (16 * K, 32 * K, 64 * K, 96 * K, 128 * K)
 ) -> Findings:
-    """RocketKV, figure 5b: share of the decoding memory saved on Llama-3.1-8B in float16, by arithmetic.
+    """Compute the share of decoding memory saved by RocketKV on Llama-3.1-8B in float16, by arithmetic (figure 5b).
 
-    The full cache holds S entries. RocketKV stores sqrt(S x budget) of them and, for pages of ceil(c ** 1/4) entries,
-    two vectors of a page, which together take as much as one entry. Weights count, activations are left out.
+    The full cache holds S entries. RocketKV stores sqrt(S x budget) of them. It also stores two vectors for each page
+    of ceil(c ** 1/4) entries, which together take as much as one entry. Weights count, and activations are left out.
 
     Returns:
-        Table with columns length, budget, saving, printed (the figure's best, the lengths of which it does not print
-        as numbers); metrics `saving/rocketkv/BUDGET/96k` and `saving/rocketkv/BUDGET/equal_at` (the length, in
-        tokens, at which the arithmetic gives the printed saving).
+        Table with columns length, budget, saving, printed. printed is the figure's best saving; the figure does not
+        print its length as a number. Metrics:
+        - `saving/rocketkv/BUDGET/96k`.
+        - `saving/rocketkv/BUDGET/equal_at`: the length, in tokens, at which the arithmetic gives the printed saving.
     """
     savings = dict(zip(printed["budget"], printed["memory_saving"], strict=True))
 
@@ -193,18 +202,23 @@ def rocketkv_saving(
 
 
 def compilerkv_table_a1(printed: pd.DataFrame) -> Findings:
-    """CompilerKV's table A1 against the paper's own text, and against the bytes of an 8B model's cache.
+    """Compare CompilerKV's table A1 with the paper's own text, and with the bytes of an 8B model's cache.
 
-    The table does not name its model; every model of that size in the paper has at most the 128 KiB for a token of
-    Llama-3.1-8B in float16 (8 KV heads of 128 in 32 layers).
+    The table does not name its model. A token takes at most 128 KiB in every model of that size in the paper. This is
+    the size in Llama-3.1-8B in float16 (8 KV heads of 128 in 32 layers).
 
     Returns:
-        Table with columns input_tokens, output_tokens, memory_saved (share), megabytes_saved, prompt_cache (MiB),
-        whole_cache (MiB), speedup (ratio of tokens/s), latency_saved (share), overhead (of the time to the first token,
-        share); metrics
-        `table_a1/NAME/8k`, `16k`, `32k` of the shares; `table_a1/smallest_saving`, the smallest `memory_saved`; and
-        `table_a1/growth_over_cache`: how much more memory the full cache's run takes at 32k + 8k than at 8k + 2k, over
-        the bytes of its additional entries.
+        Table with columns input_tokens, output_tokens and:
+        - memory_saved and latency_saved: shares.
+        - megabytes_saved.
+        - prompt_cache and whole_cache: MiB.
+        - speedup: the ratio of tokens/s.
+        - overhead: of the time to the first token, as a share.
+        Metrics:
+        - `table_a1/NAME/8k`, `16k`, `32k` of the shares and the speedup.
+        - `table_a1/smallest_saving`: the smallest `memory_saved`.
+        - `table_a1/growth_over_cache`: how much more memory the full cache's run takes at 32k + 8k than at 8k + 2k,
+          over the bytes of its additional entries.
     """
     rows = printed.set_index(["input_tokens", "method"])
     full, ours = rows.xs("FullKV", level="method"), rows.xs("CompilerKV", level="method")

@@ -26,18 +26,22 @@ PEAK_OVER_SNAPKV = "peak_over_snapkv/{policy}"
 
 
 def speed_findings(decoded: pd.DataFrame) -> Findings:
-    """Ratios to the full cache, round by round, with intervals over the rounds.
+    """Compute ratios to the full cache, round by round, with intervals over the rounds.
 
     Args:
         decoded: of `timings.decoding`.
 
     Returns:
-        `decoded` with tokens_per_second and speedup (against the full cache in the same round); metrics for every
-        policy: `gain/POLICY/shortest`, `gain/POLICY/longest` (speedup - 1 after that prompt) and `gain_growth/POLICY`
-        (longest minus shortest); `slowdown/POLICY` (seconds of a step after the longest prompt over those after the
-        shortest, - 1; `full` included); where several batch sizes were measured `gain/POLICY/largest_batch` and
-        `batch_gain/POLICY` (largest batch minus batch 1); and `gain_over_h2o/zsmerge` at the longest prompt. A run that
-        did not fit into memory has no metric.
+        `decoded` with tokens_per_second and speedup (against the full cache in the same round). Metrics for every
+        policy:
+        - `gain/POLICY/shortest`, `gain/POLICY/longest`: speedup - 1 after that prompt.
+        - `gain_growth/POLICY`: longest minus shortest.
+        - `slowdown/POLICY`, `full` included: seconds of a step after the longest prompt over those after the shortest,
+          less 1.
+        - `gain/POLICY/largest_batch` and `batch_gain/POLICY` (largest batch minus batch 1), where several batch sizes
+          were measured.
+        - `gain_over_h2o/zsmerge`, at the longest prompt.
+        A run that did not fit into memory has no metric.
     """
     table = decoded.assign(tokens_per_second=decoded["batch"] / decoded["seconds_per_step"])
     full = _of_the_full_cache(table, ["length", "batch", "round"], "seconds_per_step")
@@ -81,16 +85,21 @@ def _add(findings: Findings, effect: str, values: pd.Series, **keys: Hashable) -
 
 
 def memory_findings(decoded: pd.DataFrame, weight_bytes: int) -> Findings:
-    """Stored bytes while decoding (exact): one row for each length, batch and policy. Activations are left out.
+    """Compute the bytes stored while decoding (exact), for each length, batch and policy. Activations are left out.
 
     Args:
         decoded: of `timings.decoding`.
 
     Returns:
-        Table with columns length, batch, policy, stored_bytes (keys, values and what the policy keeps with them),
-        share (of the full cache's), total_bytes (with the weights), saving (1 - total / the full cache's total);
-        metrics `stored/POLICY/longest` (the share), `memory_saving/POLICY/longest` and `cache_beside_weights/longest`
-        (bytes of the full cache for each byte of the weights).
+        Table with columns length, batch, policy and:
+        - stored_bytes: keys, values and the policy's auxiliary data.
+        - share: of the full cache's bytes.
+        - total_bytes: with the weights.
+        - saving: 1 - total / the full cache's total.
+        Metrics:
+        - `stored/POLICY/longest`: the share.
+        - `memory_saving/POLICY/longest`: the saving.
+        - `cache_beside_weights/longest`: bytes of the full cache for each byte of the weights.
     """
     settings = decoded.groupby(["length", "batch", "policy"], sort=False)
     table = settings.agg({"kv_bytes": "max", "aux_bytes": "max"}).reset_index()
@@ -124,10 +133,10 @@ def first_token_findings(first: pd.DataFrame) -> Findings:
 
 
 def answer_findings(first: pd.DataFrame, decoded: pd.DataFrame, answer: float = 0.25) -> Findings:
-    """Time of a whole answer, against the full cache's in the same round of decoding.
+    """Compute the time of a whole answer, against the full cache's in the same round of decoding.
 
-    It is the time to the first token (a mean over its rounds; few are enough) and of the steps after it, which take
-    most of the time.
+    It is the time to the first token and that of the steps after it. The first is a mean over its rounds. Few are
+    enough, since the steps take most of the time.
 
     Args:
         first: of `timings.first_tokens`.
@@ -135,8 +144,9 @@ def answer_findings(first: pd.DataFrame, decoded: pd.DataFrame, answer: float = 
         answer: tokens of the answer as a share of the prompt's (CompilerKV, table A1: a quarter).
 
     Returns:
-        One row for each length and policy of both, and each round of decoding: first_token, step, answer_seconds and
-        answer_saved (1 - answer_seconds / the full cache's); metrics at the longest length `answer_saved/POLICY`.
+        One row for each length and policy of both, and each round of decoding. It has first_token, step, answer_seconds
+        and answer_saved (1 - answer_seconds / the full cache's). Metrics `answer_saved/POLICY` are at the longest
+        length.
     """
     start = first.groupby(["length", "policy"]).agg(first_token=("seconds", "mean")).reset_index()
     steps = decoded.query("batch == 1").rename(columns={"seconds_per_step": "step"})
@@ -149,7 +159,7 @@ def answer_findings(first: pd.DataFrame, decoded: pd.DataFrame, answer: float = 
 
 
 def pseudo_findings(first: pd.DataFrame, decoded: pd.DataFrame, windows: Mapping[str, int]) -> Findings:
-    """The cost of pseudo-queries at the longest prompt of `first`, and that of generating as many tokens.
+    """Compute the cost of pseudo-queries at the longest prompt of `first`, and that of generating as many tokens.
 
     Args:
         first: of `timings.first_tokens`.
@@ -157,10 +167,12 @@ def pseudo_findings(first: pd.DataFrame, decoded: pd.DataFrame, windows: Mapping
         windows: pseudo-tokens of each policy that appends some.
 
     Returns:
-        One row for each policy and round: extra (seconds to the first token above the full cache's in that round) and
-        generated (seconds of as many steps of the full cache, by the mean over its rounds); metrics
-        `pseudo_share/POLICY` (pseudo-tokens over the prompt's: how much longer DapQ's equation 4 makes it) and
-        `pseudo_over_generated/POLICY` (extra / generated), which only a prompt length that was decoded has.
+        One row for each policy and round, with columns policy, round and:
+        - extra: seconds to the first token above the full cache's in that round.
+        - generated: seconds of as many steps of the full cache, by the mean over its rounds.
+        Metrics:
+        - `pseudo_share/POLICY`: pseudo-tokens over the prompt's, which is how much longer DapQ's equation 4 makes it.
+        - `pseudo_over_generated/POLICY`: extra / generated; only a prompt length that was decoded has it.
     """
     findings = Findings(pd.DataFrame(columns=["policy", "round", "extra", "generated"]))
     longest = first.query("length == length.max()").pivot(index="round", columns="policy", values="seconds")

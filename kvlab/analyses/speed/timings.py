@@ -112,7 +112,7 @@ def decoding(
     repeats: int = 5,
     batched: Sequence[str] | None = None,
 ) -> pd.DataFrame:
-    """Time of a decoding step and stored bytes, over prompt lengths at batch 1, and over batch sizes at the shortest.
+    """Time a decoding step and count stored bytes, by prompt length at batch 1, and by batch size at the shortest.
 
     One prefill serves all policies: each run branches off from it. The first step, in which a policy compresses, is not
     timed as a step.
@@ -126,10 +126,14 @@ def decoding(
         batched: which of `chosen` to measure at batch sizes above 1 (None: all), in addition to the full cache.
 
     Returns:
-        One row for each length, batch, policy and round: seconds_per_step (median over the steps), first_step
-        (seconds, compression included), kv_bytes, aux_bytes (what the policy keeps with them), read_bytes (of the
-        last step), peak_bytes (above what was there before; nan on a CPU, where it takes a process of its own:
-        `kvlab bench memory`). A run that does not fit into a GPU's memory has nan.
+        One row for each length, batch, policy and round, with columns of their names and:
+        - seconds_per_step: the median over the steps.
+        - first_step: seconds, compression included.
+        - kv_bytes, and aux_bytes (the policy's auxiliary data).
+        - read_bytes: of the last step.
+        - peak_bytes: above the memory before. It is nan on a CPU, where it takes a process of its own: `kvlab bench
+          memory`.
+        A run that does not fit into a GPU's memory has nan.
 
     Raises:
         KvlabError: lengths that make no sense or exceed the model's context.
@@ -240,7 +244,9 @@ def pseudo_windows(chosen: Mapping[str, Policy | None]) -> dict[str, int]:
 
 
 def peaks(lm: LM, model: str, budget: float, length: int, repeats: int) -> pd.DataFrame:
-    """Peak memory of a prompt and its first token, for the full cache and `PEAKS`; on a CPU each run has a process.
+    """Measure the peak memory of a prompt and its first token, for the full cache and `PEAKS`.
+
+    On a CPU each run has a process of its own.
 
     Args:
         model: the name by which a fresh process loads the model.
@@ -248,8 +254,8 @@ def peaks(lm: LM, model: str, budget: float, length: int, repeats: int) -> pd.Da
         repeats: rounds; with none the table is empty.
 
     Returns:
-        One row for each policy and round: policy, round, peak_bytes (above the loaded model), nan for a run that
-        does not fit into a GPU's memory. Empty where the device does not count its peak.
+        One row for each policy and round: policy, round, peak_bytes (above the loaded model). A run that does not fit
+        into a GPU's memory has nan. The table is empty where the device does not count its peak.
     """
     chosen = contenders(PEAKS, budget)
     turns = clock.rounds(list(chosen), repeats if devices.counts_peak(lm.device) else 0)

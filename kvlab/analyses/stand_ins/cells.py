@@ -130,7 +130,7 @@ def measure(
     tables: str | None = None,
     path: str | Path | None = None,
 ) -> pd.DataFrame:
-    """The cells: each policy at each budget on each prompt.
+    """Measure the cells: each policy at each budget on each prompt.
 
     compilerkv fills up to its budget, as in `equal_bytes.measure`: cells are compared at one budget.
 
@@ -140,9 +140,12 @@ def measure(
         path: a JSONL file that keeps the cells of each prompt; a run that was cut off goes on from there.
 
     Returns:
-        One row for each: document, kind, prompt (its number), policy, budget, the measures of `REPLAYED`; of the live
-        run, over the tokens that `scores` scores, kl (from the full cache), nll, right (share of the likeliest tokens
-        that are those of the continuation), and nll_full and right_full with the full cache.
+        One row for each, with columns document, kind, prompt (its number), policy, budget and the measures of
+        `REPLAYED`. The live run gives more columns, over the tokens that `scores` scores:
+        - kl: from the full cache.
+        - nll, and nll_full with the full cache.
+        - right, and right_full with the full cache: the share of the likeliest tokens that are those of the
+          continuation.
     """
     every = contenders(budgets, heads, tables, names, pad="budget")
     file = None if path is None else Path(path)

@@ -59,15 +59,15 @@ def _column(outcome: str) -> str:
 
 
 def findings(table: pd.DataFrame, seed: int = 0) -> Findings:
-    """How well each stand-in predicts each outcome.
+    """Correlate each stand-in with each outcome.
 
     Args:
         table: from `cells.measure`.
         seed: of the resampled documents.
 
     Returns:
-        Rows of ACROSS and BY_BUDGET, with Student's intervals over documents; DOCUMENTS, how many documents had a
-        correlation; WITHIN, with the interval of resampled documents, since it is no mean over them.
+        Rows of ACROSS and BY_BUDGET, with Student's intervals over documents. DOCUMENTS is how many documents had a
+        correlation. WITHIN has the interval of resampled documents, since it is no mean over them.
     """
     found, measures = Findings(table), signed(table)
     for outcome, stand_ins in PAIRS.items():

@@ -39,7 +39,7 @@ LEFT_OUT = (
     "threshold",
     "triattention",
 )
-"""What "quick" leaves out: what makes traces larger or captures slower, or was added when the others were enough."""
+"""Policies that "quick" leaves out: they make traces larger or captures slower, or came when the others were enough."""
 
 
 def named(names: Sequence[str] = ("quick",), lm: LM | None = None) -> list[str]:

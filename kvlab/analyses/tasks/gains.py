@@ -35,7 +35,7 @@ PAIRS = (
 """Pairs of policies that the papers compare; the one that should be better comes first."""
 
 BY = [DOCUMENT, "example"]
-"""What a cell's answers are indexed by; examples of one task may share their id, so theirs begins with both others."""
+"""Index of a cell's answers. Examples of one task may share their id, so a name has task and document before it."""
 
 FULL_PROFILE_TASKS = ("tiny_needle", "single_3")
 """Tasks with prompts or budgets of their own, which are left out where all tasks are taken together."""
@@ -96,20 +96,21 @@ CLAIMED = {
 
 
 def findings(table: pd.DataFrame, pairs: Iterable[tuple[str, str]] = PAIRS) -> Findings:
-    """Scores by task, policy and budget, and the paired differences that the papers claim.
+    """Compute scores by task, policy and budget, and the paired differences that the papers claim.
 
-    Metrics, each with its 95 % interval over examples (compressed at the prompt unless they say otherwise; scores know
-    that they lie between 0 and 1), and with its mean over each kind of text:
-    - `score/TASK/POLICY/BUDGET`, `hits/...`, `nll/...` (nats a token) and `loss/...`, the NLL above the full cache's on
-      the same example; the full cache has no BUDGET;
-    - `stored/TASK/POLICY/BUDGET`: bytes of keys and values after the answer, as a share of the full cache's;
-    - `retained/TASK/POLICY/BUDGET`: hits as a share of the full cache's, the percentage of full-cache performance;
-    - `gain/TASK/A_over_B/BUDGET`: NLL of B less that of A on the same examples, so that more than 0 speaks for A;
-    - `score_gain/...`, the scores of A less those of B;
-    - `widening/TASK/A_over_B`: the gain at the smallest budget at which both were measured less that at the largest;
-    - `question_aware/TASK/POLICY/BUDGET`: NLL with the question held back less that with the question in the prompt.
-    TASK is a task's name, or `all`: all tasks but those of `FULL_PROFILE_TASKS`, each example with the same weight, for
-    policies that met all of these.
+    Each metric has its 95 % interval over examples, and its mean over each kind of text. The intervals of scores
+    respect that scores lie between 0 and 1. Caches are compressed at the prompt unless a metric says otherwise:
+    - `score/TASK/POLICY/BUDGET`, `hits/...`, and `nll/...` in nats a token. The full cache has no BUDGET.
+    - `loss/TASK/POLICY/BUDGET`: the NLL above the full cache's on the same example.
+    - `stored/TASK/POLICY/BUDGET`: bytes of keys and values after the answer, as a share of the full cache's.
+    - `retained/TASK/POLICY/BUDGET`: hits as a share of the full cache's, the percentage of full-cache performance.
+    - `gain/TASK/A_over_B/BUDGET`: NLL of B less that of A on the same examples, so that more than 0 speaks for A.
+    - `score_gain/...`: the scores of A less those of B.
+    - `widening/TASK/A_over_B`: the gain at the smallest budget at which both were measured less that at the largest.
+    - `question_aware/TASK/POLICY/BUDGET`: NLL where the question came after the compression, less NLL where it came
+      before.
+    TASK is a task's name or `all`. `all` means all tasks but those of `FULL_PROFILE_TASKS`, for policies that met all
+    of these. Each example has the same weight.
     """
     findings = Findings(table)
     at_prompt = table.query("compress_at == 'prompt'")
@@ -206,9 +207,9 @@ def _read_and_unread(table: pd.DataFrame) -> dict[tuple[str, str, float], tuple[
 
 
 def question_read_or_not(table: pd.DataFrame) -> pd.DataFrame:
-    """The NLL of answers compressed both after the prompt and before its question: policy, place, value, low, high.
+    """Average the NLL of answers compressed after the prompt, and before its question: policy, place, value, low, high.
 
-    `policy` names both: "snapkv at 128, question read" and "snapkv at 128, question held back".
+    `policy` names both, such as "snapkv at 128, question read".
     """
     groups = [
         ((f"{policy} at {budget:g}, question {words}", compress_at), side["nll"])

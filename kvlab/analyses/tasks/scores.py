@@ -76,9 +76,10 @@ def follow(
         answer: ids `[n]`, n > SCORED_FROM.
 
     Returns:
-        For each session nll, mean negative log-likelihood in nats of the tokens from SCORED_FROM on; score, 1 where
-        every token, the first ones too, is the likeliest, so that greedy decoding gives this answer; hits, the share of
-        the tokens from SCORED_FROM on that are the likeliest after the right ones before them.
+        Three numbers for each session:
+        - nll: the mean negative log-likelihood of the tokens from SCORED_FROM on, in nats.
+        - score: 1 where every token, the first ones too, is the likeliest, so that greedy decoding gives this answer.
+        - hits: the share of the tokens from SCORED_FROM on that are the likeliest after the right ones before them.
     """
     target = answer[1:].to(lm.device)
     results, scored = [], slice(SCORED_FROM - 1, None)

@@ -89,7 +89,7 @@ class UnmergedZSMerge(ZSMerge):
 class FilledCompilerKV(CompilerKV):
     """CompilerKV that fills up to its budget, so that it stores as much as its rivals.
 
-    A plan gives it weights of heads that were learnt one head at a time besides, where there are some.
+    A plan also gives it weights of heads that were learnt one head at a time, where there are some.
     """
 
     name: ClassVar[str] = "compilerkv_filled"

@@ -60,15 +60,16 @@ def measure(
 ) -> pd.DataFrame:
     """Replay every policy at every budget on every trace.
 
-    compilerkv fills up to its budget (`pad="budget"`, as the authors' code can): its gate turns tokens away whatever
-    the budget, and would reach few of the sizes at which policies are compared.
+    compilerkv fills up to its budget (`pad="budget"`, as the authors' code can). Its gate rejects tokens whatever the
+    budget, and would reach few of the sizes at which policies are compared.
 
     Args:
         top: the recalls of all policies and budgets ask for the same top, of this share of the prompt.
 
     Returns:
-        One row for each: document, policy, budget (missing for the full cache), the measures of `Replay.summary`
-        (bytes are sums over layers, means over steps), and full_bytes, what the full cache stores on that trace.
+        One row for each, with columns document, policy, budget, the measures of `Replay.summary`, and full_bytes.
+        budget is missing for the full cache. Bytes are sums over layers and means over steps. full_bytes are those that
+        the full cache stores on that trace.
     """
     every = contenders(budgets, heads, tables, names, pad="budget")
     rows = []
@@ -114,12 +115,12 @@ class Reading:
 
 
 def interpolate(size: Sequence[float], values: Sequence[float], at: float, verb: str = "takes") -> Reading:
-    """The value of a curve at `at` bytes: linear in the logarithm of the bytes between neighbouring points.
+    """Read the value of a curve at `at` bytes: linear in the logarithm of the bytes between neighbouring points.
 
-    There is no extrapolation: below the smallest and above the largest measured size a reason takes the place of a
-    value. A curve can pass a size more than once if its bytes do not rise with its budget (rocketkv stores less at some
-    larger budgets, selection stores the same at all). Then the part with the larger budgets counts, which a user with
-    that many bytes would choose.
+    There is no extrapolation: below the smallest and above the largest measured size a reason replaces the value. A
+    curve can pass a size more than once if its bytes do not rise with its budget. rocketkv stores less at some larger
+    budgets, and selection stores the same at all. Then the part with the larger budgets counts, which a user with that
+    many bytes would choose.
 
     Args:
         size: bytes of each point, all above 0, in the order of their budgets.
@@ -301,10 +302,10 @@ def findings(table: pd.DataFrame, shares: Mapping[str, Sequence[float]]) -> Find
 
 
 def front(size: Sequence[float], loss: Sequence[float], slack: float = 0.0) -> list[bool]:
-    """Which points are beaten by no other: no point is at most as large on both axes and smaller on one.
+    """Find the points that no other beats: no point is at most as large on both axes and smaller on one.
 
     Args:
-        slack: sizes that exceed a point's by no more than this share count as equal, so that the front does not hold 64
+        slack: sizes that exceed a point's by no more than this share count as equal. Else the front would hold 64
             entries both with and without the token just generated.
     """
     sizes, losses = np.asarray(size, dtype=float), np.asarray(loss, dtype=float)
@@ -356,12 +357,14 @@ def needles(
     seed: int = 0,
     names: Sequence[str] | None = None,
 ) -> Findings:
-    """A needle at each length and depth under every policy (or those named) at one budget, for `plots.needle_heatmap`.
+    """Ask for a needle at each length and depth under every policy (or those named) at one budget.
+
+    The table is for `plots.needle_heatmap`.
 
     Returns:
-        Table: policy, budget, length, depth, score (the share of the needle's digits after the first that are the
-        likeliest given those before, `hits` of `scores.measure`; by chance 0.1), and the other columns of that table.
-        Metrics `needle/POLICY`, the mean score.
+        Table with columns policy, budget, length, depth, score, and the others of `scores.measure`. score is its
+        `hits`: the share of the needle's digits after the first that are the likeliest given those before. By chance it
+        is 0.1. Metrics `needle/POLICY` are the mean scores.
     """
     every = contenders([budget], heads, tables, names, pad="budget")
     plan = [(needle_grid(lm, lengths, depths, document, seed), [(contender, "prompt") for contender in every])]

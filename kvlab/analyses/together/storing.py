@@ -108,15 +108,16 @@ def systems(
 
 
 def measure(lm: LM, traces: Sequence[Trace], found: Sequence[System], items: Sequence[Item]) -> pd.DataFrame:
-    """The three losses of every system on every document.
+    """Measure the three losses of every system on every document.
 
     Args:
         found: from `systems`.
         items: a needle in each document.
 
     Returns:
-        One row for each: document, policy, budget (missing for the full cache), storage, measure, value, stored_bytes
-        (of entries and what a policy keeps with them), full_bytes (what the full cache stores there).
+        One row for each, with columns document, policy, budget, storage, measure, value, stored_bytes, full_bytes.
+        budget is missing for the full cache. stored_bytes are of entries and the policy's auxiliary data. full_bytes
+        are those that the full cache stores there.
     """
     rows: list[dict[str, Any]] = []
     total = (2 * len(traces) + len(items)) * len(found)
@@ -165,7 +166,7 @@ def _divergences(lm: LM, trace: Trace, found: Sequence[System]) -> Measured:
 
 
 def repeated(lm: LM, trace: Trace, prompt: Tensor, found: Iterable[System]) -> Repeated:
-    """What a trace holds of passes that repeat its prompt `[1, length]`, as a prefill of it would know it."""
+    """Return a trace's scores of passes that repeat its prompt `[1, length]`, as its prefill would have them."""
     encode = encoder(lm) if lm.tokenizer else None
     known: Repeated = {}
     for repetition in {repetition for system in found for repetition in system.policy.needs.repetitions}:
@@ -193,17 +194,17 @@ def logits_of_systems(
     found: Sequence[System],
     repeated: Repeated | None = None,
 ) -> Iterator[tuple[System, Tensor, float]]:
-    """A continuation fed under every system, all from one prefill.
+    """Feed a continuation under every system, all from one prefill.
 
     Args:
         prompt: ids `[1, length]`.
-        continuation: ids `[n]`, whose first token is predicted before anything is compressed, and the second while a
-            policy that prunes at its first step still reads the whole prompt (see `scores`).
+        continuation: ids `[n]`. The first token is predicted before anything is compressed. The second is predicted
+            while a policy that prunes at its first step still reads the whole prompt (see `scores`).
         repeated: scores of passes that repeat the prompt, as far as they are known.
 
     Yields:
-        Each system (those first that change nothing while they decode), float32 logits `[n - 1, vocabulary]` of the
-        tokens from the second on, and bytes stored at the end.
+        Each system, float32 logits `[n - 1, vocabulary]` of the tokens from the second on, and bytes stored at the end.
+        Systems that change nothing while they decode come first.
 
     Raises:
         KvlabError: a continuation without a scored token.

@@ -189,11 +189,14 @@ def _rows(
 
 
 def case(why: Attribution, lost: Lost) -> dict[str, float]:
-    """Numbers of one policy on one document.
+    """Return the numbers of one policy on one document.
 
-    Those of `Attribution.summary`; half and most (entries that carry 50 and 90 % of the harm); found, rank and attended
-    (of the costly entries: how many attention finds, their median place by attention, and their share of the evicted
-    entries' attention); regained_effect and regained_attention (nats, measured with so many entries put back).
+    They are those of `Attribution.summary` and:
+    - half and most: entries that carry 50 and 90 % of the harm.
+    - found: the share of the costly entries that attention finds.
+    - rank: the median place of the costly entries by attention.
+    - attended: their share of the evicted entries' attention.
+    - regained_effect and regained_attention: nats, measured with so many entries put back.
     """
     costly, attended = lost.costly(), lost.attended()
     number, evicted = len(costly), len(lost.effect)

@@ -70,7 +70,7 @@ def _pronoun(following: Sequence[str]) -> bool:
 
 def around(lm: LM) -> tuple[int, int]:
     """Tokens before and after the text of a prompt that asks for a summary: chat template, request, special tokens."""
-    # Two texts that begin and end in different ways share nothing but what is put around them.
+    # Two texts that begin and end in different ways share only the text around them.
     one, two = (lm.encode(text + SUMMARISE)[0].tolist() for text in ("one", "Two!"))
     return _shared(one, two), _shared(one[::-1], two[::-1])
 

@@ -63,10 +63,10 @@ def projections(lm: LM) -> tuple[Tensor, ...]:
 
 
 def figure_4(traces: Sequence[Trace], outputs: Sequence[Tensor], entries: Sequence[int] = ENTRIES) -> Findings:
-    """Figure 4 as published: the error of the last prompt query's output, with and without the logit bias.
+    """Measure figure 4 as published: the error of the last prompt query's output, with and without the logit bias.
 
-    One residual slot; scores from all prompt queries, none decayed. The error is half of ||o - o'|| / ||o|| after W_o,
-    averaged over layers.
+    There is one residual slot. Scores come from all prompt queries, and none decays. The error is half of ||o - o'|| /
+    ||o|| after W_o, averaged over layers.
 
     Args:
         traces: from `prompts`.
@@ -74,9 +74,10 @@ def figure_4(traces: Sequence[Trace], outputs: Sequence[Tensor], entries: Sequen
         entries: caches, in entries for each layer and KV head.
 
     Returns:
-        Table with columns document, entries, alpha, layer, error; metrics `published/error/alpha0/40` and
-        `published/error/alpha1/40`, and `published/reduction/40` (1 - error with alpha 1 / error with alpha 0, document
-        by document) of the caches that a prompt does not fit into; intervals over documents.
+        Table with columns document, entries, alpha, layer, error. Metrics, with intervals over documents:
+        - `published/error/alpha0/40` and `published/error/alpha1/40`.
+        - `published/reduction/40`: 1 - error with alpha 1 / error with alpha 0, document by document. Only caches that
+          a prompt does not fit into have it.
     """
     rows, longest = [], max(trace.prompt_length for trace in traces)
     for trace in progress_bars.each(traces, "figure 4 as published", "doc"):

@@ -39,18 +39,20 @@ def variants(budget: int, residual: int) -> dict[str, Policy]:
 
 
 def merging_while_decoding(traces: Iterable[Trace], budget: int, residual: int) -> Findings:
-    """The error of the attention output along a long response, with eviction and with merging step by step.
+    """Measure the attention output's error along a long response, with eviction and with merging step by step.
 
     Args:
         traces: one for each document, of short prompts with long responses.
         budget, residual: entries of each layer and KV head, and how many of them are slots.
 
     Returns:
-        Table with columns document, variant, part (from 1, quarters of the response), and error, squared_error,
-        layer_error (means over layers, heads and the part's steps); metrics `decoding/error/merge` and so on for each
-        variant but eviction (1 - its error / eviction's, by each of DEFINITIONS), `decoding/part/1` (the same of
-        merging, by the mean error in each quarter), and `decoding/saved_by_displaces` (merging's error less that
-        choice's); with intervals over documents.
+        Table with columns document, variant, part, error, squared_error, layer_error. part numbers the quarters of the
+        response, from 1. The errors are means over layers, heads and the part's steps. Metrics, with intervals over
+        documents:
+        - `decoding/error/merge` and so on, for each variant but eviction: 1 - its error / eviction's, by each of
+          DEFINITIONS.
+        - `decoding/part/1`: the same of merging, by the mean error in each quarter.
+        - `decoding/saved_by_displaces`: merging's error less that choice's.
     """
     rows = []
     for trace in progress_bars.each(traces, "merging while decoding", "doc"):

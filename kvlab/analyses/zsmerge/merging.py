@@ -44,7 +44,7 @@ CHOICES: dict[str, dict[str, str]] = {
     "displaces": {"newcomer": "displaces"},
     "plain": {"scored": "plain"},
 }
-"""What the paper leaves open or its authors' code does otherwise, by what is changed of kvlab's default."""
+"""Choices that the paper leaves open or that its authors' code makes otherwise, as changes of kvlab's default."""
 
 DEFINITIONS = ("error", "squared_error", "layer_error")
 """Three readings of "relative error of attention outputs": the mean over heads and steps of ||o - o'|| / ||o||; the
@@ -58,9 +58,9 @@ def figure_4(
     without_bias: Sequence[float] = WITHOUT_BIAS,
     choices: Sequence[float] = (),
 ) -> Findings:
-    """Figure 4: relative output error of eviction against residual merging, by cache ratio.
+    """Measure figure 4: the relative output error of eviction against residual merging, by cache ratio.
 
-    `evict` is the same policy without residual slots (their entries go to the context part), so both store the same.
+    `evict` is the same policy without residual slots. Their entries go to the context part, so both store the same.
 
     Args:
         ratios: cache budgets as shares of the prompt.
@@ -68,14 +68,17 @@ def figure_4(
         choices: those of them at which merging is also measured with each of CHOICES.
 
     Returns:
-        Table with columns document, ratio, variant, layer, error, squared_error, layer_error (DEFINITIONS), mass_lost
-        (means over heads and steps); metrics `error/evict/0.20`, `error/merge/0.20`, `error/merge_alpha0/0.20`;
-        `saved/0.20` (evicted - merged error) and `bias/0.20` (what the bias alone takes off the error);
-        `reduction/0.20` and `reduction_alpha0/0.20` (1 - merged error / evicted error), `reduction_squared/0.20` (the
-        same of the mean squared errors), `reduction_layer/0.20` (of the errors of whole layers);
-        `reduction_similarity/0.20` and `saved_by_similarity/0.20` (the default's error less that choice's);
-        `growth/0.05_to_0.50` (the reduction at the larger ratio less that at the smaller); all document by document,
-        with intervals over documents.
+        Table with columns document, ratio, variant, layer, error, squared_error, layer_error (DEFINITIONS), mass_lost.
+        The numbers are means over heads and steps. All metrics are document by document, with intervals over documents:
+        - `error/evict/0.20`, `error/merge/0.20`, `error/merge_alpha0/0.20`.
+        - `saved/0.20`: evicted - merged error.
+        - `bias/0.20`: the error that the bias alone removes.
+        - `reduction/0.20` and `reduction_alpha0/0.20`: 1 - merged error / evicted error.
+        - `reduction_squared/0.20`: the same of the mean squared errors.
+        - `reduction_layer/0.20`: the same of the errors of whole layers.
+        - `reduction_similarity/0.20`: the same of that choice.
+        - `saved_by_similarity/0.20`: the default's error less that choice's.
+        - `growth/0.05_to_0.50`: the reduction at the larger ratio less that at the smaller.
     """
     rows = []
     jobs = [(trace, ratio) for trace in traces for ratio in ratios]
@@ -134,15 +137,17 @@ def errors_by_layer(result: Replay, steps: slice = slice(None)) -> list[dict[str
 
 
 def template(plain: Sequence[Trace], templated: Sequence[Trace], ratio: float = 0.2) -> Findings:
-    """Measure the effect of a final chat template on the scores: the last queries, which start them, are mostly its.
+    """Measure the effect of a final chat template on the scores.
+
+    The scores start with the last queries, which are mostly the template's.
 
     Args:
         plain, templated: traces of the same prompts without and with the model's chat template.
         ratio: cache budget as a share of the prompt.
 
     Returns:
-        The tables of both `figure_4`, with a column template; metric `template/0.20`, the share of eviction's error
-        that merging removes with the template less that without, paired by document.
+        The tables of both `figure_4`, with a column template. Metric `template/0.20` is about the share of eviction's
+        error that merging removes: with the template less without, paired by document.
     """
     sides = {}
     for name, traces in (("without", plain), ("with", templated)):

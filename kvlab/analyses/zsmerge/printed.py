@@ -37,8 +37,10 @@ LLAMA_SYMBOLIC = "table7/over_snapkv/llama_symbolic"
 
 
 def cells(name: str) -> pd.DataFrame:
-    """A printed table as one row for each cell: model, capacity (where there is one), what, and a column for each
-    method; `what` is a category, a task or a level. The full cache's score stands next to every capacity.
+    """Return a printed table as one row for each cell.
+
+    The columns are model, capacity (where there is one), what, and one for each method. `what` is a category, a task or
+    a level. The full cache's score is next to every capacity.
     """
     table = papers.figure("zsmerge", name)
     keys = [key for key in ("model", "budget", "capacity") if key in table]
@@ -52,8 +54,9 @@ def cells(name: str) -> pd.DataFrame:
 
 
 def differences(name: str, method: str = "snapkv") -> pd.DataFrame:
-    """ZSMerge's printed scores less another method's, one row for each cell that has both: the columns of `cells`, and
-    `gain` (in the table's unit, to its second decimal) and `relative`.
+    """Return ZSMerge's printed scores less another method's, one row for each cell that has both.
+
+    The columns are those of `cells`, `gain` (in the table's unit, to its second decimal) and `relative`.
     """
     table = cells(name).dropna(subset=[method, "zsmerge"])
     gain = (table["zsmerge"] - table[method]).round(2)
@@ -61,13 +64,16 @@ def differences(name: str, method: str = "snapkv") -> pd.DataFrame:
 
 
 def over_snapkv() -> Findings:
-    """Tables 3, 5 and 7: in how many cells ZSMerge's score lies above SnapKV's, and below.
+    """Count the cells of tables 3, 5 and 7 in which ZSMerge's score lies above SnapKV's, and below.
 
     Returns:
-        Table with the columns of `differences` and `table`; metrics `table3/over_snapkv/wins`, `.../losses`,
-        `.../ties`, `.../mean` and `.../least` (of the differences, in points), `table3/share_above_snapkv`, the same of
-        table5 and table7; `table7/over_snapkv/llama_symbolic`, and `table3/from_table5`: how far a printed category
-        lies at most from the mean of its tasks.
+        Table with the columns of `differences` and `table`. Metrics, likewise of table5 and table7:
+        - `table3/over_snapkv/wins`, `.../losses` and `.../ties`: cells.
+        - `table3/over_snapkv/mean` and `.../least`: of the differences, in points.
+        - `table3/share_above_snapkv`.
+        Two metrics are of one table:
+        - `table7/over_snapkv/llama_symbolic`.
+        - `table3/from_table5`: how far a printed category lies at most from the mean of its tasks.
     """
     findings, parts = Findings(pd.DataFrame()), []
     for name in ("table3", "table5", "table7"):
@@ -86,13 +92,15 @@ def over_snapkv() -> Findings:
 
 
 def over_eviction() -> Findings:
-    """Tables 3 and 5: ZSMerge against StreamingLLM and H2O, which has no scores on Mistral-7B.
+    """Compare ZSMerge with StreamingLLM and H2O in tables 3 and 5. H2O has no scores on Mistral-7B.
 
     Returns:
-        Table with the columns of `differences`, `table` and `against`; metrics `table3/over_h2o/least` (points),
-        `table3/over_h2o/especially` and `table3/over_h2o/elsewhere` (mean relative gains on the kinds of ESPECIALLY,
-        and on the others), `table5/over_h2o/share_above`, and the same over streamingllm; `table5/h2o_fails`: tasks on
-        which H2O has less than a tenth of the full cache's score at a size.
+        Table with the columns of `differences`, `table` and `against`. Metrics, likewise over streamingllm:
+        - `table3/over_h2o/least`: points.
+        - `table3/over_h2o/especially`: the mean relative gain on the kinds of ESPECIALLY.
+        - `table3/over_h2o/elsewhere`: the mean relative gain on the other kinds.
+        - `table5/over_h2o/share_above`.
+        `table5/h2o_fails` counts tasks on which H2O has less than a tenth of the full cache's score at a size.
     """
     findings, parts = Findings(pd.DataFrame()), []
     for method in EVICTION:
@@ -119,14 +127,15 @@ def _from_table_5() -> float:
 
 
 def infinite_bench() -> Findings:
-    """Table 6: whether its averages are those of its rows, and how far ZSMerge lies below the best compressed one.
+    """Check the averages of table 6 against its rows, and how far ZSMerge lies below the best compressed one.
 
     Returns:
-        Table with columns method, printed, recomputed (the mean of the eight tasks), difference; metrics
-        `table6/averages_that_differ` (rows whose mean does not print as their average), `table6/below_best` (of the
-        printed averages), `table6/share_of_full/printed` and `table6/share_of_full/recomputed`;
-        `table6/over_h2o/average`, `table6/over_infllm/average` (ZSMerge's less theirs) and
-        `table6/over_best/retrieve_kv` (less the best of the other compressed ones).
+        Table with columns method, printed, recomputed (the mean of the eight tasks), difference. Metrics:
+        - `table6/averages_that_differ`: rows whose mean does not print as their average.
+        - `table6/below_best`: of the printed averages.
+        - `table6/share_of_full/printed` and `table6/share_of_full/recomputed`.
+        - `table6/over_h2o/average` and `table6/over_infllm/average`: ZSMerge's less theirs.
+        - `table6/over_best/retrieve_kv`: ZSMerge's less the best of the other compressed ones.
     """
     rows = papers.figure("zsmerge", "table6").set_index("method")
     table: Any = pd.DataFrame({"printed": rows["average"], "recomputed": rows.drop(columns="average").mean(axis=1)})
@@ -148,12 +157,13 @@ def infinite_bench() -> Findings:
 
 
 def summaries() -> Findings:
-    """Table 2: ZSMerge's relative gain in ROUGE over H2O, the eviction-based method there, and over LESS.
+    """Compute ZSMerge's relative gain in ROUGE over H2O, the eviction-based method of table 2, and over LESS.
 
     Returns:
-        Table with the columns of `differences` and `method`; metrics `table2/over_h2o/least`, `table2/over_h2o/most`,
-        `table2/over_h2o/mean` (relative), and the same over less; `table2/of_full/llama-2-7b/5` and so on, the least of
-        its ROUGEs with 5 % of the cache as shares of the full cache's.
+        Table with the columns of `differences` and `method`. Metrics:
+        - `table2/over_h2o/least`, `table2/over_h2o/most`, `table2/over_h2o/mean`, and the same over less: relative.
+        - `table2/of_full/llama-2-7b/5` and so on: the least of its ROUGEs with 5 % of the cache, as a share of the full
+          cache's.
     """
     findings, parts = Findings(pd.DataFrame()), []
     for method in ("h2o", "less"):

@@ -50,23 +50,25 @@ CHOICE_OVER_MERGING = "worse_by_over_merging/{choice}"
 
 
 def figure_5(traces: Sequence[Trace], ratio: float = 0.2, sweeps: Mapping[str, Sequence[float]] = SWEEPS) -> Findings:
-    """Figure 5: one hyper-parameter at a time is moved away from the recommended configuration.
+    """Measure figure 5: one hyper-parameter at a time is moved away from the recommended configuration.
 
-    The paper draws ROUGE on XSum; here it is the relative error of the attention output and the attention mass lost.
+    The paper draws ROUGE on XSum. Here the measures are the relative error of the attention output and the attention
+    mass lost.
 
     Args:
         ratio: cache budget as a share of the prompt (the paper does not say which it used).
         sweeps: parameter -> values; the recommended value is measured whether it is among them or not.
 
     Returns:
-        Table with columns document, parameter, value, error, mass_lost (means over layers, heads and steps); metrics,
-        document by document with intervals over documents:
-        `error/PARAMETER/VALUE` and `mass_lost/PARAMETER/VALUE`;
-        `worse/PARAMETER/VALUE`: error there minus error at the recommended value;
-        `best/PARAMETER`: the value at which the mean over the documents is smallest;
-        `spread/PARAMETER`: largest minus smallest error within the paper's stable range, over the error at the
-        recommended value; `spread_over_merging/PARAMETER`: the same difference over the change by switching merging off
-        (residual = 0 against the recommended value, in either direction).
+        Table with columns document, parameter, value, error, mass_lost (means over layers, heads and steps). All
+        metrics are document by document, with intervals over documents:
+        - `error/PARAMETER/VALUE` and `mass_lost/PARAMETER/VALUE`.
+        - `worse/PARAMETER/VALUE`: error there minus error at the recommended value.
+        - `best/PARAMETER`: the value at which the mean over the documents is smallest.
+        - `spread/PARAMETER`: largest minus smallest error within the paper's stable range, over the error at the
+          recommended value.
+        - `spread_over_merging/PARAMETER`: the same difference over the change by switching merging off (residual = 0
+          against the recommended value, in either direction).
 
     Raises:
         KvlabError: a parameter that is not among the five.
@@ -99,14 +101,16 @@ def figure_5(traces: Sequence[Trace], ratio: float = 0.2, sweeps: Mapping[str, S
 
 
 def open_choices(traces: Sequence[Trace], ratio: float = 0.2) -> Findings:
-    """Next to figure 5's numbers: what the paper leaves open (`merging.CHOICES`), one at a time, from the recommended
-    configuration.
+    """Measure the choices that the paper leaves open (`merging.CHOICES`), one at a time, next to figure 5's numbers.
+
+    Each changes the recommended configuration.
 
     Returns:
-        Table with columns document, choice ("none" is the recommended configuration, "residual" is eviction), error;
-        metrics, document by document with intervals over documents: `worse_by/similarity` (the error with that choice
-        less the recommended one's), and `worse_by_over_merging/similarity`: the size of that difference over the change
-        by switching merging off, in either direction.
+        Table with columns document, choice, error. Choice "none" is the recommended configuration, and "residual" is
+        eviction. All metrics are document by document, with intervals over documents:
+        - `worse_by/similarity`: the error with that choice less the recommended one's.
+        - `worse_by_over_merging/similarity`: the size of that difference over the change by switching merging off, in
+          either direction.
     """
     policies = {"none": {}, "residual": {"residual": 0}} | CHOICES
     rows = []
@@ -150,8 +154,9 @@ def _summarise(findings: Findings) -> None:
 
 
 def changes(findings: Findings) -> pd.DataFrame:
-    """Figure 5 as points to draw: parameter, value, measure, mean, low, high of the relative change of `error` and
-    `mass_lost` against the recommended configuration, document by document.
+    """Return figure 5 as points to draw: the relative changes of `error` and `mass_lost`, document by document.
+
+    They are against the recommended configuration. The columns are parameter, value, measure, mean, low, high.
     """
     rows = []
     for parameter, part in findings.table.groupby("parameter", sort=False):
@@ -167,8 +172,9 @@ def changes(findings: Findings) -> pd.DataFrame:
 
 
 def paper_yardstick(printed: pd.DataFrame) -> dict[str, float]:
-    """The paper's own `spread_over_merging`, from figure 5 as printed: how far ROUGE varies within a stable range, over
-    the least that it loses without residual slots.
+    """Compute the paper's own `spread_over_merging` from figure 5 as printed.
+
+    It is how far ROUGE varies within a stable range, over the least that it loses without residual slots.
     """
     rows = printed.to_dict("records")
     (least,) = (-row["highest"] for row in rows if row["parameter"] == "residual" and row["last"] == 0)

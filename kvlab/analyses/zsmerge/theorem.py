@@ -28,22 +28,25 @@ ROUNDING = 1e-12
 
 @torch.inference_mode()
 def theorem_1(traces: Iterable[Trace], zsmerge: Policy | None = None, steps: int = 0) -> Findings:
-    """Theorem 1: with alpha <= 1 no unmerged entry gets less attention than in the full cache.
+    """Check theorem 1: with alpha <= 1 no unmerged entry gets less attention than in the full cache.
 
-    Checked on the decoding query after `steps` others, of every layer and head, in double precision. Only an arithmetic
-    error can make it fail.
+    The check is on the decoding query after `steps` others, of every layer and head, in double precision. Only an
+    arithmetic error can make it fail.
 
     Args:
         zsmerge: the policy; with a fifth of the prompt unless given.
         steps: decoding steps that have evicted and merged before.
 
     Returns:
-        Table with columns document, layer, head, smallest_margin, entries (unmerged), merges (tokens in the KV head's
-        slots less the slots, one of its group's heads counting them); metrics `theorem1/violations` (entries whose
-        attention fell by more than rounding), `theorem1/smallest_margin` and `theorem1/merges`, or
-        `theorem1_decoding/...` after decoding steps; and, where there are two slots or more, `theorem1/fullest_slot`
-        (of the merged tokens, the share that the fullest slot of a KV head holds, with its interval over documents)
-        next to `theorem1/even_slot` (what it would be if all held as many).
+        Table with columns document, layer, head, smallest_margin, entries (unmerged), merges. merges are the tokens in
+        the KV head's slots less the slots; one of its group's heads counts them. Metrics, as `theorem1_decoding/...`
+        after decoding steps:
+        - `theorem1/violations`: entries whose attention fell by more than rounding.
+        - `theorem1/smallest_margin` and `theorem1/merges`.
+        Where there are two slots or more there are also:
+        - `theorem1/fullest_slot`: the share of the merged tokens in the fullest slot of a KV head, with its interval
+          over documents.
+        - `theorem1/even_slot`: that share if all slots had as many.
     """
     zsmerge = policy("zsmerge", budget=0.2) if zsmerge is None else zsmerge
     moment = WHILE_DECODING if steps else AFTER_PREFILL

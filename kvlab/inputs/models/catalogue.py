@@ -190,7 +190,7 @@ MODELS: dict[str, KnownModel] = {
         KnownModel(
             name="gemma-3-270m",
             version="1.0.0",
-            summary="Gemma 3 270M, a base model: 18 layers, 3 of them with full attention, window 512, 4 query heads, "
+            summary="Gemma 3 270M, a base model: 18 layers (3 with full attention), window 512, 4 query heads, "
             "1 KV head of 256, 32k context",
             parameters=268_098_176,
             context=32768,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kvlab.inputs.models.catalogue import KnownModel
 
-# Besides its weights a folder holds a tokenizer, which may have 40 MB.
+# A folder also holds a tokenizer, which may have 40 MB.
 TOKENIZER_BYTES = 40_000_000
 
 
@@ -81,8 +81,8 @@ def converted(path: Path, sha256: str, progress: bool = True) -> Path:
     """The folder of a user's GGUF file, which is made where there is none yet.
 
     Raises:
-        KvlabError: the file is damaged or of an architecture that is not known, kvlab cannot look into its layers (told
-            before any weight is read), or the disk is full.
+        KvlabError: the file is damaged or of an unknown architecture, or the disk is full. Or kvlab cannot look into
+            its layers; this error comes before any weight is read.
     """
     target = cached.own_folder(sha256)
     if target.is_dir():

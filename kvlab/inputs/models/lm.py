@@ -95,7 +95,7 @@ class LM:
     def _remedy(self) -> str:
         if self.name.startswith(RANDOM_PREFIX):
             return "kvlab.random_lm(..., tokenizer=NAME) makes it with one"
-        return "to give it one, put its tokenizer.json beside the weights"
+        return "to give it one, put its tokenizer.json next to the weights"
 
     def _templated(self, tokenizer: PreTrainedTokenizerBase, text: str) -> str:
         import jinja2

@@ -106,7 +106,10 @@ def tokenizer(name: str) -> PreTrainedTokenizerBase | None:
 
 
 def _settings(placing: Placing, device: str) -> dict[str, Any]:
-    """What goes to transformers of `placing`; raises KvlabError for what does not, and for two places."""
+    """Return the settings of `placing` for transformers.
+
+    Raises KvlabError for an unknown argument, for a wrong `quantization_config`, and for two places.
+    """
     known = Placing.__annotations__
     settings: dict[str, Any] = {name: value for name, value in placing.items() if value is not None}
     for name in settings:
@@ -198,13 +201,13 @@ def _from_folder(
     on = resolved(device)
     local = {"local_files_only": True, "trust_remote_code": False}
     weights = weight_files(folder)
-    # What a folder says of itself is believed of those alone that were checked when they were pulled.
+    # kvlab trusts the hash that a folder states only where it checked the folder when it was pulled.
     if folder in [model.folder for model in MODELS.values()]:
         sha256 = packs.read_provenance(folder).get("weights_sha256")
     sha256 = sha256 or remembered_sha256(weights)
     reasons = ConversionReasons()
     try:
-        # What it says goes to the stderr of before.
+        # The bar of `waiting` keeps the stderr from before the redirection.
         with progress_bars.waiting(f"loading {name}"), quietly(), contextlib.redirect_stderr(io.StringIO()):
             config = AutoConfig.from_pretrained(folder, **local)
             own = getattr(config, "dtype", None) or torch.float32
@@ -269,10 +272,10 @@ def _check_whole(folder: Path) -> None:
 
 
 def _attention(config: PreTrainedConfig) -> str:
-    """The attention implementation to load a model with: the fused one, where it computes what the model asks for (it
-    knows neither soft caps nor learnt sinks).
+    """Choose the attention implementation to load a model with.
 
-    Raises KvlabError for a model that kvlab cannot look into, before its weights are read: its skeleton tells.
+    It is the fused one where that computes what the model asks for; it knows neither soft caps nor learnt sinks. Raises
+    KvlabError for a model that kvlab cannot look into. The model's skeleton shows this before its weights are read.
     """
     from transformers import AutoModelForCausalLM
 

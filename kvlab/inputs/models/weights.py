@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SHARD = 300_000_000  # bytes, but for a single tensor that is larger
 ROWS = 1 << 24  # so many elements of a large tensor are dequantised at a time
-# Rows of these stay where they are, whatever the architecture, so that they can be taken apart.
+# No architecture moves the rows of these, so they can be dequantised in blocks of rows.
 BY_ROWS = ("token_embd.weight", "output.weight")
 UNQUANTISED = ("F64", "F32", "F16", "BF16")
 # The types that are tried for an unquantised and for a quantised tensor.
@@ -37,12 +37,12 @@ ROUNDED = (torch.float16, torch.float32)
 def convert(file: GGUF, skeleton: PreTrainedModel, folder: Path, bar: Any) -> torch.dtype:
     """Write the weights of `file` into `folder`, under the names that transformers gives them.
 
-    A quantised tensor becomes float16, whose rounding (2^-11) is small against a step of the quantisation; one that is
-    not quantised takes the first of float16, bfloat16 and float32 that holds each of its numbers exactly.
+    A quantised tensor becomes float16, whose rounding (2^-11) is small against a step of the quantisation. An
+    unquantised one takes the first of float16, bfloat16 and float32 that holds each of its numbers exactly.
 
     Args:
         skeleton: the model on the meta device, which knows names and shapes.
-        bar: moves on by one for each element (`bars.counting`).
+        bar: moves on by one for each element (`progress_bars.counting`).
 
     Returns:
         The type of most weights.
@@ -166,8 +166,9 @@ def _rows(tensor: gguf.ReaderTensor) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _at_once(file: GGUF, bar: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights as transformers' own reader loads them, all at once, in float32: for architectures whose tensors it
-    joins or rearranges in ways of its own.
+    """Yield the weights as transformers' own reader loads them, all at once, in float32.
+
+    This is for architectures whose tensors that reader joins or rearranges in ways of its own.
     """
     from transformers import AutoModelForCausalLM
 

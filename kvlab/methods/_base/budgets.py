@@ -12,8 +12,8 @@ _NOISE_DIGITS = 9
 def share_out(weights: Tensor, total: int, ceiling: int, floor: int = 0) -> Tensor:
     """Whole numbers in proportion to `weights` that sum to exactly min(total, n x ceiling).
 
-    A share is clamp(c x weight, floor, ceiling), with the one level c at which the shares sum to the total: so what
-    does not fit under the ceiling goes to the others in proportion, and lifting shares to the floor costs the others in
+    A share is clamp(c x weight, floor, ceiling), with the one level c at which the shares sum to the total. So the part
+    above the ceiling goes to the other shares in proportion. Lifting shares to the floor costs the others in
     proportion. If only weights of zero are left to give to, they get equal shares. Shares are rounded by largest
     remainder; of equal remainders the earlier one is rounded up.
 

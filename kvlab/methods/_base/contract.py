@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Checked(Protocol):
-    """What the checks must know of a policy."""
+    """The parts of a policy that the checks need."""
 
     name: ClassVar[str]
 
@@ -63,8 +63,9 @@ def checked(verb: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_stored_budget(policy: Checked, stores: Sequence[LayerStore]) -> None:
-    """Raise KvlabError where a policy that chooses has left more than its budget in the stores of all layers, on
-    average over layers and KV heads.
+    """Raise KvlabError where a policy that chooses has left more entries than its budget.
+
+    The entries are averaged over the layers and KV heads of all stores.
     """
     if not policy.needs.chooses:
         return
@@ -185,7 +186,7 @@ def _check_rows(policy: Checked, verb: str, result: Any, right: str, first: tupl
 
 
 def _nothing(*_: Any) -> None:
-    """What these verbs do to a store is checked there."""
+    """Check nothing: the store itself checks what these verbs do to it."""
 
 
 GUARDED = ("compress", "evict_pending", "step")

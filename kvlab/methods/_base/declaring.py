@@ -65,7 +65,7 @@ def _constant(value: object) -> Callable[[object], object]:
 
 
 def _complete_needs(value: object) -> property:
-    """What the author of a class says of its needs, with what its other attributes and its verbs say of them."""
+    """Join the needs that a class states with those that follow from its other attributes and its verbs."""
     stated: Callable[[Any], Any] = value.fget if isinstance(value, property) and value.fget else _constant(value)
 
     def needs(policy: Any) -> Needs:

@@ -32,8 +32,9 @@ def affordable(store: LayerStore, page: int = 1) -> int:
 
 
 def room(store: LayerStore, vectors: int, rank: int) -> int:
-    """Entries that a step may read after finding them by `rank` dimensions of `vectors` keys: half the budget, less
-    what finding costs beyond the other half; at least one.
+    """Return how many entries a step may read after finding them by `rank` dimensions of `vectors` keys.
+
+    It is half the budget, less the cost of finding beyond the other half. It is at least one.
     """
     finding = -(-vectors * rank // (store.vectors * store.head_dim))
     return max(1, min(store.budget // 2, store.budget - finding))

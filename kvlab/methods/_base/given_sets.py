@@ -14,7 +14,7 @@ from kvlab.methods._base.prompt import Prompt
 
 
 class GivenSets(Policy):
-    """Keeps the given positions of one prompt; every generated token is kept besides. Not from a paper.
+    """Keeps the given positions of one prompt, and every generated token. Not from a paper.
 
     Parameters:
         budget: entries for each layer and KV head.

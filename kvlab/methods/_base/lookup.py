@@ -126,7 +126,7 @@ class HeadScores(Measured):
         documents: what each needle was hidden in, as `name@sha`.
         seed: of the needles and of the choice of documents.
         kvlab: the version that measured.
-        layers: the numbers of these layers in the model, where there are others besides.
+        layers: the numbers of these layers in the model; None where it has no others.
         scores: `[layer][head]`, mean share of the answer tokens' attention that fell on the needle's tokens, in [0, 1].
     """
 
@@ -200,7 +200,7 @@ class QueryFilters(Measured):
         documents: the texts, as `name@sha`.
         seed: of the choice of texts and queries.
         kvlab: the version that measured.
-        layers: the numbers of these layers in the model, where there are others besides.
+        layers: the numbers of these layers in the model; None where it has no others.
         filters: `[layer][kv_head][channel]`, the mean over a group of unit vectors.
     """
 
@@ -333,7 +333,7 @@ class DecisionTables(Measured):
 
     @cached_property
     def gates(self) -> bool:
-        """Whether any threshold can turn a token away."""
+        """Whether any threshold can reject a token."""
         return self.risk is not None and any(tau > 0 for grid in self.risk for row in grid for tau in row)
 
     @property
@@ -349,9 +349,9 @@ class DecisionTables(Measured):
     def mapped(self, n_layers: int, heads: int) -> DecisionTables:
         """The same tables for a model of another shape, by relative depth (CompilerKV, appendix B.1).
 
-        Weights and thresholds are interpolated linearly between the two layers around the same relative depth, so that
-        what rises or falls with depth still does. Heads have no counterparts in another model: where their number
-        differs, each takes the weight of the head at the same relative place in its layer.
+        Weights and thresholds are interpolated linearly between the two layers around the same relative depth. So a
+        rise or fall with depth stays. Heads have no counterparts in another model. Where their number differs, each
+        takes the weight of the head at the same relative place in its layer.
 
         Raises:
             KvlabError: fewer than one layer or head, or nothing to map.

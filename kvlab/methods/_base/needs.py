@@ -90,7 +90,7 @@ class Needs:
     places = Renamed("positions")
 
     def __or__(self, other: Needs) -> Needs:
-        """What either of two asks for or does."""
+        """Join two needs: the inputs and the verbs of either."""
         both = {each.name: (getattr(self, each.name), getattr(other, each.name)) for each in fields(self)}
         joined = {
             "queries": None if None in both.pop("queries") else max(self.queries or 0, other.queries or 0),

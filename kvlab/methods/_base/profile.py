@@ -23,7 +23,7 @@ def begin(store: LayerStore, window: int, rows: Tensor) -> None:
 def follow(store: LayerStore, window: int, row: Tensor) -> Tensor:
     """Keep the newest token's row `[rows, kv_heads, slots]` in the place of the oldest; returns the whole profile."""
     profile = store.column(PROFILE)
-    # Tokens of a chat turn that was stored whole have no attention rows; those of older tokens must not stand in.
+    # Tokens of a chat turn that was stored whole have no attention rows; older tokens' rows must not replace them.
     unseen = range(max(store.numbers["rows"], store.seen - window), store.seen - 1)
     if unseen:
         ring = torch.arange(unseen.start, unseen.stop, device=profile.device) % window

@@ -49,7 +49,7 @@ class Repetition:
     @property
     def key(self) -> str:
         """The name under which a trace keeps the scores."""
-        # What KVzip does not use stands behind, so that its older traces are found.
+        # Options that KVzip does not use come last, and only where they are set: so its older traces are found.
         more = [f"group={self.group}"] * (self.group != "max") + ["asks=False"] * (not self.asks)
         return ", ".join([f"chunk={self.chunk}, sinks={self.sinks}, plus={self.plus}", *more])
 

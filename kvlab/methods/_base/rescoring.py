@@ -24,8 +24,8 @@ ANEW = "take one that scores what is stored, such as 'snapkv', 'knorm' or 'keydi
 class Rescoring(Wrapper):
     """A method around a scorer that judges what is stored again, every `interval` generated tokens.
 
-    A pass happens in the step that comes to it: its own query observes, it attends to all that is stored, and then what
-    the pass has not kept leaves. The tokens whose queries observe always stay.
+    A pass happens in the step at which it is due. The step's own query observes, and attends to all stored entries.
+    Then the entries that the pass does not keep leave. The tokens whose queries observe always stay.
     """
 
     weighs: ClassVar[bool] = False

@@ -26,7 +26,7 @@ TITLE = "a surrogate (`kvlab surrogate` makes one)"
 
 
 class About(BaseModel):
-    """What a surrogate was trained on.
+    """The model, texts and settings that a surrogate was trained with.
 
     Attributes:
         model, sha256: the model's name, "" where it may be any, and the hash of its weights.
@@ -35,7 +35,7 @@ class About(BaseModel):
         seed: of the choice of texts.
         ridge: the penalty of the squared weights.
         kvlab: the version that trained.
-        layers: the numbers of these layers in the model, where there are others besides.
+        layers: the numbers of these layers in the model; None where it has no others.
         r2: R^2 on held-out texts, the mean over layers and KV heads, by `name@sha`.
     """
 
@@ -114,7 +114,7 @@ def _read(path: Path) -> Surrogate:
 
 
 def _fault(tensors: dict[str, Tensor], about: dict[str, str]) -> str:
-    """What is wrong with the content of a file; empty if nothing is."""
+    """Describe the fault in the content of a file; empty if there is none."""
     if about.get("format") != FORMAT:
         return f"its format is {about.get('format')!r} and not {FORMAT!r}"
     weight, bias = tensors.get("weight"), tensors.get("bias")

@@ -41,8 +41,8 @@ HELP = {
     "step": "decoding step of the query that is shown, from 1: which token of the response asks",
 }
 KEYS = (
-    "A slider that was clicked on moves by one with the arrow keys, by more with Page Up and Page Down, and to its "
-    "ends with Home and End; its number can be typed over."
+    "Click on a slider to move it with the keyboard. The arrow keys move it by one, and Page Up and Page Down by more. "
+    "Home and End move it to its ends. Its number can be typed over."
 )
 # Hides JupyterLab's message about widgets that could not start.
 STILL = (
@@ -53,11 +53,13 @@ _numbers = itertools.count(1)
 
 
 class Explorer:
-    """Two policies side by side on one trace, at one query. JupyterLab shows it as sliders and a picture; where nobody
-    watches (papermill, nbconvert) only the picture is shown. `panel` always has the sliders.
+    """Two policies side by side on one trace, at one query.
+
+    JupyterLab shows sliders and a picture. Where nobody watches (papermill, nbconvert), only the picture is shown.
+    `panel` always has the sliders.
 
     A replay is made when it is first looked at, and kept. Replays of the two chosen policies at the other budgets are
-    made in the background, so that the budget slider does not wait.
+    made in the background, so the budget slider does not wait.
 
     Attributes:
         spot: the query that is shown.
@@ -332,7 +334,7 @@ class Explorer:
             self._parts[f"{side} text"].add_class("kvlab-scroll")
             column = widgets.VBox([self._parts[f"{side} {part}"] for part in ("top", "text", "below")])
             sides.append(column.add_class("kvlab-side"))
-        # Where the widgets work, the saved picture beside them is hidden.
+        # Where the widgets work, the saved picture next to them is hidden.
         hidden = f"<style>.{self._mark}-still{{display:none}}</style>"
         legend = widgets.HTML(SHEET + hidden + query_html.legend(LIVE))
         drawn = widgets.VBox([self._parts["where"], legend, widgets.HBox(sides).add_class("kvlab-sides")])
@@ -355,8 +357,9 @@ class Explorer:
             self._answer(lambda: self.show(**{name: value}))
 
     def _answer(self, action: Callable[[], None]) -> None:
-        """Do what a control asks for. An error is shown next to the controls, which then go back to what the picture
-        shows.
+        """Do what a control asks for.
+
+        An error is shown next to the controls. They then go back to the state that the picture shows.
         """
         try:
             action()
@@ -390,8 +393,8 @@ class Explorer:
 
         still = self.html()
         if _watched():
-            # Two outputs: JupyterLab does not save the state of widgets. In a notebook that is opened again an error
-            # takes the place of the first, and the second is shown.
+            # JupyterLab does not save the state of widgets, so there are two outputs. In a notebook that is opened
+            # again, an error replaces the first one, and the second one is shown.
             panel = self.panel._repr_mimebundle_()
             display({**panel, "text/html": "", "text/plain": repr(self)}, raw=True)
             still = f'{STILL}<div class="{self._mark}-still">{still}</div>'

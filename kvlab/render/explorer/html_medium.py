@@ -71,7 +71,7 @@ class Medium:
 
     Attributes:
         looks: the look of a token -> the tag that opens it.
-        fold: attributes of a piece of text that is folded away, and of the line in its place.
+        fold: attributes of a folded piece of text, and of the line that is shown instead.
         drawing: (name, about, SVG elements, (width, height), width on the page) -> HTML.
     """
 

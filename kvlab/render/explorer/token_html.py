@@ -28,18 +28,21 @@ from kvlab.render.explorer.html_medium import (
 if TYPE_CHECKING:
     from kvlab.render.explorer.query_view import Look
 
-# Shares of the attention on one token: from the first on in full colour; from the second on told under the mouse; below
-# the third not painted.
+# Shares of the attention that was lost on one token. From STRONG on it has the full colour. From MODERATE on its number
+# is shown under the mouse. Below WEAK it is not painted.
 STRONG, MODERATE, WEAK = 0.05, 0.002, 0.0005
-# In a long text at most PASSAGES passages are open at first: the tokens that lost the most, with AROUND tokens on each
-# side, as far as each lost at least the share WORTH of the first one's loss. So all of it fits into the height.
+# In a long text at most PASSAGES passages are open at first, so all of them fit into the height. They have the tokens
+# that lost the most, with CONTEXT_TOKENS tokens on each side. Each such token lost at least LEAST_SHARE of the largest
+# loss.
 PASSAGES, CONTEXT_TOKENS, LEAST_SHARE = 4, 12, 0.1
 SHORT = 300  # tokens; a text this short is open as a whole, and a gap below a tenth of it is not folded
 
 
 class _Visible(dict):
-    """Code point -> the text shown for it. Line breaks get a sign, since attention is lost on them too. Characters
-    without a shape, or that change the direction of the text, are named.
+    """Code point -> the text shown for it.
+
+    Line breaks get a sign, since attention is lost on them too. Characters without a shape are named. So are those that
+    change the direction of the text.
     """
 
     # Joiners and marks of direction, which ordinary text of many scripts needs.
@@ -84,8 +87,10 @@ def tag_of(look: str | int, medium: Medium) -> tuple[str, str]:
 
 
 def passages(looks: Sequence[Look], count: int) -> list[range]:
-    """The spans of positions to show at first, in order: around the tokens that lost the most in any of the looks at
-    one query; all positions if the text is short, or nothing was lost.
+    """The spans of positions to show at first, in order, around the tokens that lost the most at one query.
+
+    A token counts with its largest loss in any of the looks. If the text is short, or nothing was lost, one span has
+    all positions.
 
     count: number of tokens that have a text.
     """
@@ -93,7 +98,7 @@ def passages(looks: Sequence[Look], count: int) -> list[range]:
 
 
 def passages_of(lost: Tensor) -> list[range]:
-    """The same of shares `[tokens]` of whatever was lost on each token."""
+    """The same as `passages`, from the share lost on each token `[tokens]`."""
     length = len(lost)
     best = lost.topk(min(PASSAGES, length))
     least = max(WEAK, LEAST_SHARE * float(best.values[0])) if length else 0.0
@@ -117,8 +122,9 @@ def text(
     mark: str = "kvlab",
     opened: Sequence[range] | None = None,
 ) -> str:
-    """The prompt and the response up to the query, each token as the policy left it. Text between the opened passages
-    is folded away; a line tells how much was lost on it.
+    """The prompt and the response up to the query as HTML, each token as the policy left it.
+
+    Text between the opened passages is folded away; a line shows how much was lost on it.
 
     opened: from `passages`; by default those of this look alone.
     """
@@ -139,8 +145,9 @@ def text(
 
 
 def _painted(look: Look, tokens: Sequence[str], span: range, linked: set[int], medium: Medium, mark: str) -> str:
-    """A span of the text. Neighbours with the same look share an element; a token with lost attention tells how much
-    under the mouse.
+    """A span of the text as HTML.
+
+    Neighbours with the same look share an element. A token with lost attention shows its share under the mouse.
     """
     lost, read, stored = (values[span.start : span.stop].tolist() for values in (look.lost, look.read, look.stored))
     runs: list[tuple[str | int, str, list[str]]] = []
@@ -187,7 +194,7 @@ def worst(look: Look, tokens: Sequence[str], mark: str = "kvlab", context: int =
         return f'<div style="font-size:12px;color:{FAINT}">No token lost {WEAK:.2%} of the attention or more.</div>'
     heads = "".join(
         f'<th style="text-align:{side};font-weight:400;color:{FAINT}">{name}</th>'
-        for side, name in (("right", "lost"), ("right", "position"), ("left", "token, in its place"))
+        for side, name in (("right", "lost"), ("right", "position"), ("left", "token in context"))
     )
     return (
         '<div style="font-size:12px">tokens that lost the most'

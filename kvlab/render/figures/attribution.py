@@ -33,8 +33,9 @@ def attribution(why: Attribution) -> Figure:
 
 
 def heads_and_layers(why: Attribution, ax: Axes | None = None) -> Axes:
-    """Effects summed over the entries of each KV head, in nats: red where their loss costs the response. Those of
-    rounded entries count too.
+    """Draw the effects summed over the entries of each KV head, in nats: red where their loss costs the response.
+
+    Effects of rounded entries count too.
     """
     ax = plots.axes(ax)
     sums = why.costs.sum(-1).numpy()
@@ -77,13 +78,14 @@ def restored(why: Attribution, ax: Axes | None = None) -> Axes:
 
 
 def title(why: Attribution) -> str:
-    """The curve's message: how much of the policy's cost the first 50 entries by effect regain, where so many were
-    evicted.
+    """The curve's message: how much of the policy's cost the first 50 entries by effect regain.
+
+    If fewer were evicted, or the policy costs nothing, the title has no number.
     """
     table = why.restored
     rows = table[(table.order == "effect") & (table.entries == 50)]
     if rows.empty or why.summary["difference"] <= 0:
         return "Loss regained by entries put back"
     share = float(rows.share.iloc[0])
-    # What helps stays evicted, so that the harmful entries alone can regain more than the full cache has.
+    # Entries whose eviction helps stay evicted. So 50 entries can regain more than the full cache does.
     return f"50 entries regain {'all' if share >= 1 else f'{share:.0%}'} of what the policy costs"

@@ -132,11 +132,11 @@ def control_cells(findings: Findings, measure: str = "similarity") -> Figure:
     positions = range(len(effects))
     plots.points(right, effects, positions)
     content = findings.row(control.CONTENT, measure=measure, place="right")
-    right.axhline(content.value, color=plots.COLOURS[1], linestyle="--", label="what the true content is worth at L")
+    right.axhline(content.value, color=plots.COLOURS[1], linestyle="--", label="worth of the true content at L")
     right.axhline(0, color=plots.EDGE, linewidth=1)
     right.set_xticks(positions, [CONTENTS[name] for name in effects["content"]])
     right.set_ylabel(f"{MEASURES[measure]}: L less L - 32")
-    right.set_title("What the position is worth")
+    right.set_title("Worth of the position")
     right.legend(**plots.BELOW)
     return figure
 
@@ -184,7 +184,7 @@ def same_pooling(findings: Findings, window: int) -> Figure:
 
 
 def mutual(findings: Findings) -> Figure:
-    """The gain of the softmax over only the prompt on that of the pass itself, by the window."""
+    """Draw the gain of a softmax over the prompt alone against that of the pass itself, by number of pseudo-queries."""
     gains = findings.frame(pseudo.MUTUAL)
     figure, ax = plt.subplots(figsize=(7.4, 4.2))
     plots.estimates(
@@ -194,7 +194,7 @@ def mutual(findings: Findings) -> Figure:
         names={"recall": "recall", "mass_lost": "attention mass"},
         xlabel="pseudo-queries",
         ylabel="over the prompt alone less over all",
-        title="What mutual attention costs",
+        title="Cost of mutual attention",
         ax=ax,
     )
     ax.axhline(0, color=plots.EDGE, linewidth=1)
@@ -210,7 +210,7 @@ def against_drafts(findings: Findings) -> Figure:
     labels = {"recall": "recall of the gold top-k", "mass_lost": "attention mass lost"}
     for ax, (measure, label) in zip(axes, labels.items(), strict=True):
         part = kept.loc[kept["measure"] == measure]
-        title = "Pseudo-queries against a drafted answer" if measure == "recall" else "What is lost with the rest"
+        title = "Pseudo-queries against a drafted answer" if measure == "recall" else "Attention mass lost by eviction"
         plots.estimates(
             part,
             x="budget",
@@ -351,7 +351,7 @@ def figure_6b(findings: Findings, budget: int) -> Figure:
         x="length",
         xlabel="pseudo-queries",
         ylabel="attention mass lost, documents aligned",
-        title="What is lost with the rest",
+        title="Attention mass lost by eviction",
         ax=right,
     )
     for ax in (left, right):

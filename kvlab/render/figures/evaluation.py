@@ -46,7 +46,7 @@ def needles(answers: Sequence[Answer]) -> Figure | None:
 def draw(answers: Sequence[Answer], path: Path, compared: Sequence[Answer] = ()) -> Path | None:
     """Write the heatmap of needles, or the scores by turn, to this PNG file and return its path; None without.
 
-    compared: answers of earlier runs; those that were compressed at another moment stand next to these, turn by turn.
+    compared: answers of earlier runs. Those that were compressed at another moment are drawn next to these, by turn.
     """
     from kvlab.lib.figures import save
     from kvlab.render.figures import turns
@@ -61,7 +61,7 @@ def draw(answers: Sequence[Answer], path: Path, compared: Sequence[Answer] = ())
 def show(rows: pd.DataFrame, console: Console) -> None:
     """Print a table of `kvlab.evaluation.results.summary`.
 
-    Where it is wider than the console, columns with one value for all rows stand in the title, and intervals under
+    Where it is wider than the console, columns with one value for all rows go into the title. Intervals then go under
     their numbers.
     """
     grid = _grid(rows)
@@ -117,8 +117,10 @@ def _grid(rows: pd.DataFrame, narrow: bool = False) -> Table:
 
 
 def show_parts(answers: Sequence[Answer], console: Console) -> None:
-    """Print the scores by kind, where there are several, those of each mode by turn, where there are turns, and how
-    long answers are and how far they repeat themselves, where a task scores that.
+    """Print the lengths and repetition of answers, the scores by kind, and the scores of each mode by turn.
+
+    A table is left out where it says nothing. That is so where no task scores repetition, where there is a single kind,
+    or where there are no turns.
     """
     if long := [answer for answer in answers if "repetition" in answer.scores]:
         _show_lengths(lengths(long), console)

@@ -25,8 +25,10 @@ COLOURS_OF_A_FILE = 160
 
 
 def figure(portrait: Portrait) -> Figure:
-    """A panel of what is stored when the prompt has ended, and one of what the decoding steps read, or of the channels
-    that keys have left, where the method changes these.
+    """Draw which tokens are stored when the prompt has ended.
+
+    A policy that acts while decoding has a panel of the tokens that its steps read. A policy that changes keys has a
+    panel of the channels that they have left.
     """
     panels = 1 + (portrait.read is not None) + (portrait.channels is not None)
     whole = Figure(figsize=(9.6, 0.5 + 3.3 * panels))
@@ -64,8 +66,10 @@ def figure(portrait: Portrait) -> Figure:
 def _panel(
     part: SubFigure, shares: Tensor, counts: Tensor, portrait: Portrait, title: str, counted: str, unit: str
 ) -> Axes:
-    """Shares `[layers, kv_heads, positions]` as a map of layer by position, its mean over layers above it, and next to
-    it the number of tokens of each layer's KV heads, `[layers, kv_heads]`.
+    """Draw shares `[layers, kv_heads, positions]` as a map of layer by position.
+
+    The mean over layers is above the map. The number of tokens of each layer's KV heads, `counts` `[layers, kv_heads]`,
+    is next to it.
     """
     grid = part.subplots(
         2,
@@ -124,7 +128,7 @@ def _channels(part: SubFigure, portrait: Portrait) -> None:
 
 
 def png(drawn: Figure) -> bytes:
-    """The figure as a small PNG, with nothing in it that tells when or by which versions it was made."""
+    """The figure as a small PNG, without the time and the versions that it was made with."""
     from PIL import Image
 
     plain, small = io.BytesIO(), io.BytesIO()

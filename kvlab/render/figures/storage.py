@@ -24,7 +24,7 @@ DASHES: dict[str, Any] = {storing.PLAIN: "-", "turbo-4": (0, (1, 1)), "nvfp4": (
 OTHER_DASH = (0, (3, 1.5))
 FRONT = {"color": INK, "linewidth": 0.9, "linestyle": (0, (1, 1.5)), "zorder": 2}
 LABEL_GAP = 0.075
-"""How far apart the names of storages stand above a panel, as a share of its width."""
+"""The distance between the names of storages above a panel, as a share of its width."""
 TITLE = "Differences at equal stored bytes, as a share of the full cache"
 SHOWN = 5
 """Policies with a colour of their own; the others are grey."""
@@ -32,8 +32,10 @@ SHARES = (0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 
 
 def pareto(measured: pd.DataFrame) -> Figure:
-    """A panel for each loss over stored bytes: policies as they are solid, in another storage dashed; the full cache in
-    each storage is a named square. Systems on the front, which nothing beats, are joined by a dotted line.
+    """Draw a panel for each loss over stored bytes.
+
+    A policy's line is solid where its entries are stored as they are, and dashed in another storage. The full cache in
+    each storage is a named square. A dotted line joins the systems on the front, which nothing beats.
 
     measured: from `storing.measure`.
     """
@@ -52,7 +54,7 @@ def pareto(measured: pd.DataFrame) -> Figure:
             ax.set_yticks(*plain_ticks(*ax.get_ylim()))
             ax.minorticks_off()
     figure.legend(handles=_legend(measured, tints), loc="outside lower center", ncols=4, fontsize=9.5)
-    figure.suptitle("What is lost, over what is stored", x=0.01, ha="left", fontweight="bold", fontsize=12.5)
+    figure.suptitle("Losses over stored bytes", x=0.01, ha="left", fontweight="bold", fontsize=12.5)
     return figure
 
 
@@ -202,7 +204,7 @@ def _asked(found: Findings, name: str) -> dict[str, pd.DataFrame]:
     """The rows of each question: label, policy, value, low, high."""
     effects = (storing.EVICT, storing.BOTH, storing.BOTH_OR_EVICT, storing.STORED)
     evict, both, both_or_evict, stored = (at(found.frame(effect), measure=name) for effect in effects)
-    # Turned around: above zero, evicting besides is better than quantising alone.
+    # Turned around: above zero, evicting as well is better than quantising alone.
     turned = both.query("storage != other")
     turned = turned.assign(value=-turned["value"], low=-turned["high"], high=-turned["low"])
     return {

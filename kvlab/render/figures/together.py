@@ -177,8 +177,11 @@ def at_equal_bytes(
 
     A policy that does not reach these bytes is listed below the others, with a dash and the reason.
 
-    measured: from `equal_bytes.measure`; shares: shares of the full cache, for "stored" and "read"; limit: as
-    `measured`, of the oracle, which is drawn as a dotted line.
+    Args:
+        measured: from `equal_bytes.measure`.
+        shares: shares of the full cache, for "stored" and "read".
+        measure: the measure on the axis.
+        limit: as `measured`, of the oracle; it is drawn as a dotted line.
     """
     full = measured["full_bytes"].to_numpy().mean() / 2**20
     tables = {
@@ -194,7 +197,7 @@ def at_equal_bytes(
         rows = table.to_dict("records")
         for y, row in enumerate(rows):
             if row["reason"]:
-                # Why a policy has no value, where its dot would stand.
+                # The reason for a missing value replaces the dot.
                 in_row(ax, y, f"–  {row['reason']}", fontsize=9.5, color=FAINT, style="italic")
             else:
                 interval = row[f"{measure}_low"], row[f"{measure}_high"]
@@ -202,7 +205,7 @@ def at_equal_bytes(
         policies = [row["policy"] for row in rows]
         named_rows(ax, policies, [theme.look(name).colour for name in policies], count=count)
         if limit is not None:
-            # Beside the dots; without a line where the oracle was not measured at these bytes.
+            # Next to the dots; there is no line where the oracle was not measured at these bytes.
             bottom = sum(not row["reason"] for row in rows) - 0.5
             for value in equal_bytes.summary(equal_bytes.at_equal(limit, side, share), by=measure)[measure].dropna():
                 ax.plot([value, value], [-0.6, bottom], zorder=1, **LIMIT)

@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 
 COMPRESSED_AT = {"prompt": "the first question read", "context": "no question read"}
 KNOWN = {("prompt", "requests"): "each question read"}
-"""What has been read when a cache is compressed, by its moment; of a moment and a mode where that is something else."""
+"""The questions that were read before a cache is compressed, by its moment; KNOWN has exceptions by moment and mode."""
 OFFSET = 0.06
 DASHES = ("-", "--", ":", "-.")
 """Of a policy's storages, which share its colour."""
 WITH_WHISKERS = len(plots.COLOURS)
-"""So many curves are distinguished with their intervals; of more the means alone are drawn."""
+"""Up to this many curves have their intervals; of more, only the means are drawn."""
 
 
 def scores(answers: Sequence[Answer]) -> Figure | None:
-    """The mean score over the turn, with 95 % intervals over contexts: a row of panels for each budget, a column for
-    each mode and moment of compression, the full cache in grey. None where there are no turns.
+    """Draw the mean score over the turn with 95 % intervals over contexts; None where there are no turns.
+
+    Each budget has a row of panels. Each mode and moment of compression has a column. The full cache is grey.
     """
     columns: dict[tuple[str, str], pandas.DataFrame] = {}
     for compress_at in sorted({answer.compress_at for answer in answers}, reverse=True):

@@ -79,7 +79,7 @@ def figure_4(findings: Findings) -> Figure:
         x="ratio",
         xlabel=BUDGET,
         ylabel="share of eviction's error removed",
-        title="What merging removes",
+        title="Error removed by merging",
         ax=gains,
     )
     gains.lines[0].set_label("of the error")
@@ -130,7 +130,7 @@ def as_published(findings: Findings) -> Figure:
         x="entries",
         xlabel=ENTRIES,
         ylabel="share of the error removed",
-        title="What the logit bias removes",
+        title="Error removed by the logit bias",
         ax=gains,
     )
     plots.paper_points(gains, list(printed["entries"]), list(printed["reduction"]), "printed (LLaMA-2-7B)")

@@ -49,19 +49,19 @@ _MAKERS = {
 class Ruler(Task):
     """RULER: retrieval of needles, tracing of variables, counting of words, and questions among distracting texts.
 
-    Needles, noise, frequencies, answer prefixes, numbers of new tokens and scores are RULER's; the instructions say
-    the same in words of our own. What differs, and why:
+    Needles, noise, frequencies, answer prefixes, numbers of new tokens and scores are RULER's. The instructions say the
+    same in words of our own. The differences from RULER are:
 
     - a length counts the prompt and the answer's prefix, not the new tokens, as everywhere in kvlab;
     - essays are replaced by `document` (a name of `kvlab.document`, or a text file), repeated where it is short;
     - keys, values and words are never drawn twice, and no distracting paragraph of qa holds an answer;
     - a length is met within 2 %: the last sentence, line or document of the hay is shortened, or a line of noise added;
     - the worked example of vt takes at most a quarter of the length (RULER: 500 tokens);
-    - qa_2 stands in for HotpotQA, whose answers need two documents: it asks two questions of SQuAD over two articles,
-      and its score is the mean of both.
+    - qa_2 replaces HotpotQA, whose answers need two documents. It asks two questions of SQuAD over two articles, and
+      its score is the mean of both.
 
-    `trials` counts the examples for each kind and length. Score: `string_match`, the share of the references that
-    stand in the prediction, whatever their case (RULER's string_match_all); in qa, whether any does
+    `trials` counts the examples for each kind and length. The score `string_match` is the share of the references that
+    are in the prediction, whatever their case (RULER's string_match_all). In qa it is whether any of them is
     (string_match_part).
     """
 

@@ -21,7 +21,7 @@ _LONG = 4096  # from here on RULER repeats words more often
 
 
 def common(material: Material, kind: str, length: int, draw: Random) -> Example:
-    """cwe: ten words stand in the list 30 times each and the others 3 times (below 4,096 tokens 6 times and once).
+    """cwe: ten words occur in the list 30 times each, and the others 3 times (below 4,096 tokens 6 times and once).
 
     A worked example of 40 words with 10 and 3 repetitions (20 words with 3 and 1) comes first.
     """
@@ -64,10 +64,10 @@ def _numbered(entries: list[str]) -> str:
 
 
 def frequent(material: Material, kind: str, length: int, draw: Random) -> Example:
-    """fwe: the word of rank k stands N k^-2 / zeta(2) times in N words, rounded down; rank 1 is noise, 2 to 4 wanted.
+    """fwe: the word of rank k occurs N k^-2 / zeta(2) times in N words, rounded down; rank 1 is noise, 2 to 4 wanted.
 
-    The vocabulary has length // 50 words of six letters. Several ranks grow at the same N, so that a little more noise
-    fills the length.
+    The vocabulary has length // 50 words of six letters. Several ranks grow at the same N, so a little more noise fills
+    the length.
     """
     coded: dict[str, None] = {}
     while len(coded) < max(length // 50, 5):

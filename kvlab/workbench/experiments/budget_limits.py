@@ -19,8 +19,8 @@ def check(parameters: Mapping[str, Any], usual: Mapping[str, Any], where: str) -
 
     Args:
         parameters: of the job.
-        usual: of the notebook's own cell. What is asked for there is known to work, and is not looked at, because
-            policies are slow to import.
+        usual: of the notebook's own cell. Its budgets are known to work and are not checked, because policies are slow
+            to import.
         where: name of the experiment, for the message.
     """
     known = set(_asked(usual))

@@ -23,15 +23,18 @@ from kvlab.workbench.experiments import notebooks
 
 LIBRARIES = ("torch", "transformers", "numpy")
 LOOKED_UP = ("alone", "heads", "tables")
-"""Parameters that name what was measured for a model and comes with kvlab, in a folder of that name; AUTO: its own."""
+"""Parameters that name measurements of a model in kvlab's folder of that name; AUTO: those of the job's own model."""
 AUTO = "auto"
 REACHES_TASKS = re.compile("task|evaluation|kvlab_workspace", re.IGNORECASE)
 """Text that a notebook or policy needs to reach a task of the workspace."""
 
 
 def key(notebook: Path, parameters: Mapping[str, Any]) -> str:
-    """sha256 over the code that can change a job's numbers (the notebook's, the package's and the workspace's), its
-    parameters, and the model and files that they name."""
+    """The sha256 over everything that can change a job's numbers.
+
+    That is the code of the notebook, the package and the workspace, and the versions of `LIBRARIES`. It is also the
+    parameters, with the model and the files that they name.
+    """
     facts = {
         "notebook": notebooks.measuring_code(notebook),
         "parameters": dict(sorted(parameters.items())),

@@ -25,10 +25,11 @@ def parameters(experiment: str | None = None) -> dict[str, Any]:
     Where the kernel keeps no history (nbval runs cells so), the parameters cell is read from the file of the
     `experiment`'s notebook.
 
-    The parameters cell is the first cell with only plain values, among those that ran since the last run was
-    started in this kernel; papermill runs it before the cell with the values from its command line. A list or a mapping
-    that came as text (JSON, with commas, or its only entry, as for `kvlab run -p`) is replaced in the notebook's
-    namespace by the list or mapping itself.
+    The parameters cell is the first cell with only plain values. Only cells that ran since the last run was started in
+    this kernel count. papermill runs the parameters cell before the cell with the values from its command line.
+
+    A list or a mapping may have come as text: as JSON, with commas, or as its only entry, as for `kvlab run -p`. The
+    list or mapping itself then replaces the text in the notebook's namespace.
 
     Raises:
         KvlabError: called outside a notebook, no such cell ran, or a value does not have the type of the cell's.

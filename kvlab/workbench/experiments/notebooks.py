@@ -55,7 +55,7 @@ def code(path: Path) -> list[str]:
 
 
 RUN = "run"
-"""What notebooks call their run."""
+"""The name of the run in notebooks."""
 SHOWING = ("figure", "tell")
 """Methods of a run that only show what was found."""
 SHOWN = ("figure", "text")
@@ -65,9 +65,10 @@ RENDERING = ("kvlab.render",)
 
 
 def measuring_code(path: Path) -> list[str]:
-    """The sources of the code cells, in order, without what only shows results: comments, layout, imports of
-    `kvlab.render`, statements that are a call of `run.figure` or `run.tell`, and the arguments `figure` and `text` of
-    `run.record`.
+    """The sources of the code cells, in order, without the parts that only show results.
+
+    Those are comments, layout, imports of `kvlab.render`, and statements that are a call of `run.figure` or `run.tell`.
+    The arguments `figure` and `text` of `run.record` are left out, too.
 
     A cell that is not plain Python, as with magics, stays as it is.
     """

@@ -15,8 +15,9 @@ from kvlab.lib.files import expanded, located, writable
 
 
 def read(text: str, default: Any) -> Any:
-    """The value of a command line's text for a notebook's default such as `default`: a list may be given as JSON, with
-    commas, or as its only entry.
+    """Read a command line's text as a value for a notebook's default such as `default`.
+
+    A list may be given as JSON, with commas, or as its only entry.
     """
     if isinstance(default, str):
         return text

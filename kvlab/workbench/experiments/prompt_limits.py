@@ -13,13 +13,13 @@ from kvlab.inputs import corpus
 from kvlab.lib.files import parsed
 from kvlab.workbench.experiments import content_key
 
-# Parameters that say how many tokens a prompt has, alone or in a mapping with `new_tokens` beside.
+# Parameters that say how many tokens a prompt has, alone or in a mapping together with `new_tokens`.
 PROMPTS = ("tokens", "length", "shorter", "longest", "prompt_tokens")
 # Lists of such numbers.
 LADDERS = ("contexts", "needle_lengths", "lengths")
 # Parameters that say how much is cut out of every document.
 CUTS = ("tokens", "shorter")
-# A prompt may hold this many tokens besides the document's part: the request and the chat template.
+# A prompt may have this many tokens around the document's part: the request and the chat template.
 AROUND = 128
 
 

@@ -237,8 +237,8 @@ def _failed(error: str) -> str:
 def _begun_elsewhere(environment: Mapping[str, str]) -> bool:
     """Whether another worker has begun this very run.
 
-    Dask gives the tasks of a lost worker to another one by itself. That must not happen here: what the first one logged
-    stands in the run already, and only the sweep may begin a job again, with a new run.
+    Dask gives the tasks of a lost worker to another one by itself. That must not happen here, because the first worker
+    may have logged into the run already. Only the sweep may begin a job again, with a new run.
     """
     client, run = database.client(environment["MLFLOW_TRACKING_URI"]), environment["MLFLOW_RUN_ID"]
     if "kvlab.worker" in client.get_run(run).data.tags:
@@ -268,7 +268,7 @@ def connect(address: str, workers: int | None = None) -> Cluster:
         from distributed import Client
     except ImportError:
         raise KvlabError("--cluster needs Dask: pip install 'kvlab[cluster]'") from None
-    workspace_bundle.packed()  # too much to send is told before anything is started
+    workspace_bundle.packed()  # refuses a workspace that is too large to send, before anything is started
     if address == SLURM:
         return _on_slurm(workers)
     try:

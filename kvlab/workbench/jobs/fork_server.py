@@ -49,7 +49,7 @@ HARMLESS = {"jemalloc_bg_thd"}  # threads of libraries that see to forks themsel
 
 
 class Server:
-    """Forks a worker for each request, and tells when it has ended.
+    """Forks a worker for each request, and reports when it has ended.
 
     Attributes:
         children: process number -> number of the job.
@@ -139,7 +139,7 @@ def _end(pid: int) -> None:
 
 @contextlib.contextmanager
 def _as_in_a_notebook() -> Iterator[None]:
-    """Modules that ask while they are imported whether they are in a notebook are told so: tqdm and ipywidgets."""
+    """Let modules that ask at their import whether they are in a notebook get a yes: tqdm and ipywidgets."""
     from IPython.core.interactiveshell import InteractiveShell
 
     shell = InteractiveShell.__new__(InteractiveShell)
@@ -157,9 +157,9 @@ def load(wanted: Callable[[], bool]) -> str | None:
     A module that is not installed is left out: a notebook that needs it will say so itself.
 
     Returns:
-        Why no fork of this process would do, and None if it would.
+        Why forks of this process cannot be used; None if they can.
     """
-    # A kernel says so before a notebook imports matplotlib, which reads it only then.
+    # A kernel sets this before a notebook imports matplotlib, which reads it only at its import.
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     for name in MODULES:
         if not wanted():
@@ -261,7 +261,7 @@ def main() -> int:
         return 0
     import gc
 
-    # What has been imported stays: it need not be looked through, nor copied because of that, in every fork.
+    # Imported modules stay in memory. If the collector looked through them, every fork would copy their memory.
     gc.collect()
     gc.freeze()
     request = server.serve()

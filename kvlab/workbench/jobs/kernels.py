@@ -39,10 +39,10 @@ class Forked(psutil.Process):
 
 
 class Reserve:
-    """A child that becomes the kernel when it is told to; it ends if it never is.
+    """A child that becomes the kernel on request; it ends without one.
 
     Attributes:
-        mine: in the parent, whether the child can still be had.
+        mine: in the parent, whether the child is still unused.
     """
 
     def __init__(self, process: Forked, pipe: int) -> None:
@@ -58,7 +58,11 @@ class Reserve:
 
 
 def fork() -> Reserve | dict[str, Any]:
-    """Fork a kernel in reserve. Returns twice: in the parent the reserve, in the child what `run` needs, once told."""
+    """Fork a kernel in reserve.
+
+    Returns:
+        In the parent, the reserve. In the child, the arguments of `run`, as soon as the parent has sent them.
+    """
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:

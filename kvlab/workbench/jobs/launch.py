@@ -37,8 +37,9 @@ def run(
 ) -> list[Result]:
     """Run all jobs of the named experiments, `workers` at once (default: 2, or 1 on a single core).
 
-    With `models` every experiment runs once on each of them, instead of the model that its file names; one whose
-    notebook has no parameter `model` runs once.
+    With `models`, every experiment runs once on each of them, instead of on the model that its file names. An
+    experiment whose notebook has no parameter `model` runs once.
+
     Everything is checked before anything runs: names, parameters, notebooks, documents, the store. A finished job with
     the same content key is not run again unless `fresh`. A job that fails does not stop the others; its executed copy
     is kept in mlruns/failed and with its run. A job whose process dies is begun again, `sweep.TRIES` times in all.
@@ -116,7 +117,7 @@ def _jobs(
 
 
 def _marked(planned: Sequence[Job], experiment: Experiment, overrides: Mapping[str, Any]) -> Iterator[Job]:
-    """Jobs, of which those are trials whose parameters are none of the profile's own, on whatever model."""
+    """Yield the jobs; those whose parameters are not the profile's own, on any model, become trials."""
     usual: set[str] = set()
     changed = overrides.keys() - {"model"}
     for profile, model in {(job.profile, job.parameters.get("model")) for job in planned} if changed else ():

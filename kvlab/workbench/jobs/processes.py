@@ -55,7 +55,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def end(process: psutil.Process) -> None:
-    """End a process and all that it started, and wait for it; those that do not hear are killed."""
+    """End a process and all that it started, and wait for them; those that do not end are killed."""
     try:
         family = [*process.children(recursive=True), process]
     except psutil.NoSuchProcess:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvlab.workbench.store.retries import RetryingClient
 
 POLL = 0.05  # seconds between looks at the running processes
-DESERTED = 20.0  # seconds without any worker before that is told
+DESERTED = 20.0  # seconds without any worker before the sweep says so
 GLANCE = 1.0  # seconds between looks at larger things: the notebooks under way, and the jobs of other sweeps
 FEW = 200  # jobs of an experiment that are asked for one by one; all of its runs are read for more
 TRIES = 3  # how often a job is begun if its process dies, because memory ran out or a machine was lost
@@ -48,7 +48,7 @@ class Sweep:
         tries: number -> how often its process has died.
         locks: number -> the lock that keeps other processes from running the same job.
         elsewhere: numbers of waiting jobs that another process has locked.
-        parents: experiment -> the run that stands above the runs of its jobs.
+        parents: experiment -> the parent run of its jobs' runs.
     """
 
     def __init__(
@@ -124,8 +124,10 @@ class Sweep:
             self.progress.say("no worker is left; the jobs wait until one joins the cluster (Ctrl-C stops)")
 
     def _place_in_line(self, number: int) -> tuple[int, float]:
-        """Model by model, in the order of the queue: the shared traces of one model fit the cache, those of several may
-        not. Of each model the longest job first: if it began last, it would run alone at the end.
+        """The key that sorts jobs model by model, in the order of the queue, the longest job of each model first.
+
+        The shared traces of one model fit the cache, and those of several may not. If the longest job began last, it
+        would run alone at the end.
         """
         models = list(dict.fromkeys(_kind(job)[2] for job in self.queue))
         return models.index(_kind(self.queue[number])[2]), -self.progress.expected(number)

@@ -27,7 +27,7 @@ from kvlab.workbench.jobs.processes import LOG, Process
 SWITCH = "KVLAB_WARM"
 PACKAGE = Path(__file__).resolve().parents[2]
 CLOSING_S = 10
-# What another process may have under the same libraries: anything else may have been read while they were imported.
+# Variables that may differ between jobs with the same imported libraries. An import may have read any other one.
 OWN = frozenset({"MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI", "KVLAB_ROOT", progress_bars.NOTE})
 
 
@@ -39,8 +39,8 @@ def possible() -> bool:
 class Starter:
     """Starts jobs: warm from a server where there is one or other jobs will follow, cold otherwise.
 
-    A server is left when the code of the package or the environment has changed since it began: it ends with its last
-    job, and another takes its place. After one that died or could not begin, all jobs start cold.
+    A server retires when the code of the package or the environment has changed since it began. It ends with its last
+    job, and another server replaces it. After a server that died or could not begin, all jobs start cold.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class Forked:
     def code(self) -> int | None:
         if self._cold:
             return self._cold.code()
-        alive = self._server.alive()  # asked first: what it said until its end is heard after that
+        alive = self._server.alive()  # asked first, so the server's last messages are read after it
         known = self._server.look(self._number)
         if known.code is not None:
             return known.code

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from kvlab.workbench.store.retries import RetryingClient
 
-WIDEST, THUMB = 1600, 300  # pixels of an embedded figure, and of its small copy beside a claim
+WIDEST, THUMB = 1600, 300  # pixels of an embedded figure, and of its small copy next to a claim
 UI = "http://127.0.0.1:5000"  # where `make lab` and `mlflow server` answer
 
 
@@ -80,8 +80,9 @@ class Evidence:
 
 
 def evidence(judged: Iterable[Entry]) -> dict[str, Evidence]:
-    """Source of an entry (`source`) -> what is shown of that run, for all measured entries, sorted by experiment; and
-    likewise for runs of the same models and profiles that no claim rests on.
+    """Source of an entry (`source`) -> the evidence of that run, for all measured entries, sorted by experiment.
+
+    Runs of the same models and profiles that no claim rests on are included.
     """
     shown: dict[str, Evidence] = {}
     for entry in judged:

@@ -104,7 +104,7 @@ class Chart:
     Attributes:
         measure: its name, unique for a model and question.
         group: of the choice of measures.
-        question: "read" or "held back" when the cache was compressed; empty for replays.
+        question: a value of `QUESTION`: whether it was read when the cache was compressed; empty for replays.
         unit: of n: "documents" or "answers".
         percent: whether values are shares, shown in percent.
     """
@@ -172,10 +172,10 @@ def _runs(experiment: str, model: str | Sequence[str] | None, profile: str | Non
 def keep_store(folder: Path, model: str | Sequence[str] | None = None, profile: str | None = None) -> list[Path]:
     """Write FOLDER/equal_bytes/MODEL.csv and FOLDER/storages/MODEL.csv of each model; lines of other profiles stay.
 
-    A line of equal_bytes is a policy at a budget: bytes stored and read (shares of the full cache, and bytes), each
-    measure with its 95 % interval over documents, and n (documents). A line of storages is one measure of a policy at a
-    budget in a storage, or its difference from the full cache in another. Both end with the run's profile, signature
-    and commit.
+    A line of equal_bytes is a policy at a budget. It has the stored and read bytes, as shares of the full cache and in
+    bytes. It has each measure with its 95 % interval over documents, and n, the number of documents. A line of storages
+    is one measure of a policy at a budget in a storage, or its difference from the full cache in another. Both end with
+    the run's profile, signature and commit.
 
     Returns:
         The files.
@@ -295,7 +295,7 @@ def _of_storages(found: Sequence[Line]) -> list[Chart]:
 
 
 def _stored_point(line: Line, numbers: Mapping[str, float], found: bool) -> Point:
-    """A policy in a storage. What is kept as a share lost is shown as a share found."""
+    """The point of a policy in a storage; with `found`, its share lost is shown as a share found."""
     value, low, high = numbers["value"], numbers["low"], numbers["high"]
     if found:
         # Of four answers the interval reaches further than shares do.
@@ -387,8 +387,9 @@ def _of_tasks(found: Mapping[tuple[str, ...], Sequence[Line]]) -> list[Chart]:
 
 
 def _scores(mine: Sequence[Line]) -> Iterator[Point]:
-    """The points of a task, the full cache's first. Scores over fewer answers have no share: the full cache's bytes on
-    these examples are not kept.
+    """Yield the points of a task, the full cache's first.
+
+    Scores over fewer answers have no share: the full cache's bytes on these examples are not kept.
     """
     plain = next((line for line in mine if line["policy"] == task_scores.FULL), None)
     full = float(plain["kv_bytes"]) if plain else None

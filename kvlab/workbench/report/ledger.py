@@ -59,10 +59,10 @@ WEAKEST = (
     papers.UNMEASURED,
     UNTESTED,
 )
-"""The states in the order in which they decide what a finding of several claims stands as: what has not been measured
-says nothing of it."""
+"""The states in the order in which they decide a finding of several claims. A claim that was not measured says nothing
+of it."""
 HOLDING = (papers.HOLDS, papers.DIRECTION, papers.WEAK)
-"""The states in which the direction agrees; that it does not says only "fails"."""
+"""The states in which the direction agrees; only "fails" says that it does not."""
 GROUPS = ("findings", "questions", "checks", "recomputed", "timings")
 
 
@@ -73,8 +73,11 @@ def turns(states: Iterable[str]) -> bool:
 
 
 def turns_by_either(shown: Mapping[str, str], alike: Mapping[str, str]) -> bool:
-    """Whether one model holds and another fails, both by the most thorough profile of each (model -> state) and by the
-    one that all of them have.
+    """Whether one model holds and another fails, by both of two profiles.
+
+    Args:
+        shown: model -> its state by its own most thorough profile.
+        alike: model -> its state by the most thorough profile that all models have.
     """
     firm = [{state, alike.get(model)} for model, state in shown.items()]
     return {papers.FAILS} in firm and any(states <= set(HOLDING) for states in firm)
@@ -82,12 +85,12 @@ def turns_by_either(shown: Mapping[str, str], alike: Mapping[str, str]) -> bool:
 
 @dataclass
 class Entry:
-    """A claim on a model: the verdict of our numbers on it, and what they come from.
+    """A claim on a model: the verdict of our numbers on it, and their source.
 
-    That is a run of the store, or what a kept ledger says of one (`kept`); both are None where nothing was measured.
-    `q` is that of its direction among all that were tested on the model by the profile (`set_q`); None for others.
-    `verdict` is that of the claim's tests, and is what a ledger keeps. `shown` also knows what the claim's stand-in is
-    worth on this model (`predictions`).
+    The source is a run of the store, or a kept ledger's record of one (`kept`); both are None where nothing was
+    measured. `q` is that of its direction among all that were tested on the model by the profile (`set_q`); None for
+    others. `verdict` is that of the claim's tests, and a ledger keeps it. `shown` also takes into account how well the
+    claim's stand-in predicts answers on this model (`predictions`).
     """
 
     claim: papers.Claim
@@ -218,9 +221,9 @@ def by_paper(judged: Iterable[Entry]) -> dict[str, list[Entry]]:
 def entries(model: str | Sequence[str] | None = None, profile: str | None = None) -> list[Entry]:
     """Every claim with its verdict, once for each model that measured any: claim by claim, the smallest model first.
 
-    A claim is judged on the newest finished run of its experiment on that model that has all metrics it needs; failing
-    that, on the newest that has its own metric. Interactive runs do not count. Without a store nothing is measured: no
-    error, and each claim stands there once, without a model.
+    A claim is judged on the newest finished run of its experiment on that model that has all metrics it needs. Failing
+    that, it is judged on the newest run that has its own metric. Interactive runs do not count. Without a store nothing
+    is measured: there is no error, and each claim has one entry, without a model.
 
     Args:
         model: only this one, or these (names, with or without their hash); all if there is none.
@@ -249,7 +252,7 @@ def _judged(
         for claim in every:
             if claim.experiment == experiment:
                 run = of_model.measuring(claim)
-                # One that lacks the claim's metric measured nothing of it, but tells the judge what is missing.
+                # A run without the claim's metric measured nothing of it, but shows the judge the missing numbers.
                 found[claim.id] = Entry(claim, papers.judge(claim, numbers(run or last)), run, model)
     judged = [found.get(claim.id) or Entry(claim, papers.judge(claim, {}), None, model) for claim in every]
     set_q(judged)
@@ -268,8 +271,9 @@ def set_q(mine: Iterable[Entry]) -> None:
 
 
 def side_by_side(of_models: Mapping[str, Sequence[Entry]]) -> list[Entry]:
-    """Model -> an entry for each claim, as one list: claim by claim, the smallest model first; without any model every
-    claim stands there once, unmeasured.
+    """Join the entries of models (an entry for each claim) to one list: claim by claim, the smallest model first.
+
+    Without any model, every claim has one unmeasured entry.
     """
     if not of_models:
         return [Entry(claim, papers.judge(claim, {})) for claim in claims()]

@@ -107,11 +107,12 @@ class Comparison:
 
 
 def compare(kept: Iterable[Entry], new: Iterable[Entry]) -> Comparison:
-    """Set new entries next to kept ones of the same claim and model (by name, whatever the hash of its weights); of
-    several profiles that were kept, next to the new one's, else next to the first.
+    """Compare new entries with kept ones of the same claim and model.
 
-    They differ where the verdict is another, or where the new value lies outside the kept interval; where that has no
-    width, where the value moved by more than PRECISION. Timings are left out: they vary with the machine.
+    A model is found by its name, whatever the hash of its weights. Of several kept profiles, the new entry's own is
+    compared, else the first. Entries differ by their verdicts or by their values. Values differ where the new one lies
+    outside the kept interval, if there is one, and has moved by more than the share PRECISION. Timings are left out:
+    they vary with the machine.
 
     Raises:
         KvlabError: no claim was measured in both.

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from kvlab.workbench.report.provenance import Origin
 
 LACKING = {"tables": ("compilerkv", "neutral tables"), "heads": ("duoattention", "no measured head scores")}
-"""Tag of a run that says NONE where nothing comes with kvlab for its model -> the policy that went without, and what to
-say of it."""
+"""Tag of a run, which is NONE where nothing comes with kvlab for its model -> the policy that went without, and a
+remark."""
 
 FILLED = "filled"
 
@@ -126,8 +126,8 @@ def _tagged(tags: list[dict[str, str]]) -> int | None:
 def _catalogued(name: str) -> int | None:
     """The size of a known model as its makers give it.
 
-    A GGUF file may hold an output matrix of its own next to the embedding that the published model uses twice, so that
-    the weights that were loaded are more.
+    The loaded weights may be more. The published model may use its embedding twice, where a GGUF file has an output
+    matrix of its own.
     """
     from kvlab.inputs.models import MODELS
 

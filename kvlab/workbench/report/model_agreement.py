@@ -1,4 +1,4 @@
-"""Findings sorted by how they stand across models: what holds on each one, what only on larger ones, what on none."""
+"""Findings sorted by their states across models: some hold on each one, some only on larger ones, some on none."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ class Finding:
 def across(judged: Sequence[Entry], order: Sequence[Subject]) -> dict[str, list[Finding]]:
     """Kind (of `KINDS`, those without any left out) -> its findings, of those that at least two models measured.
 
-    A finding stands as the weakest of its claims does, on each model by the most thorough profile. That it turns from
-    one model to another is told only where it also does so by the most thorough profile that all of them have, and an
-    order of size only where both have the same. A model that leaves it undecided does not speak for or against one.
+    A finding has the state of its weakest claim, on each model by the most thorough profile. It counts as turning from
+    one model to another only if it also turns by the most thorough profile that all of them have. It has an order of
+    size only if both profiles give the same one. A model that leaves it undecided does not count for or against an
+    order.
 
     Args:
         judged: the entries of several models.

@@ -66,8 +66,9 @@ class Row:
 
     @property
     def profile(self) -> str:
-        """That of the points, where it is not that of the entries: models that were asked more are compared by what
-        all were asked.
+        """The profile of the points, where it is not that of the entries; else empty.
+
+        Models that were measured by more profiles than others are compared by one that all have.
         """
         profiles = {point.entry.origin.profile for point in self.points}
         shown = {entry.model: entry for entry in self.entries}
@@ -78,10 +79,10 @@ class Row:
     def trend(self) -> str | None:
         """Where the effect goes as models grow; None without a paper's number or a second size.
 
-        All pairs of models of different size count. A pair has clearly changed if its two intervals do not overlap
-        (values without an interval are taken as they are); the larger model is then nearer to the paper's number, or
-        further away. The effect goes one way if the smallest and the largest model have clearly changed that way and
-        no pair between any two has clearly changed the other way. It does not change clearly if no pair has. All else
+        All pairs of models of different size count. A pair has clearly changed if its two intervals do not overlap; a
+        value without an interval counts as a point. The larger model is then nearer to the paper's number, or further
+        away. The effect goes one way on two conditions. The smallest and the largest model have clearly changed that
+        way, and no pair has clearly changed the other way. The effect does not change clearly if no pair has. All else
         is in no order of size: a change that comes and goes, or one that some models make and the largest does not.
         """
         paper = paper_value(self.claim)
@@ -108,8 +109,9 @@ def _nearer(small: Point, large: Point, paper: float) -> bool:
 
 
 def rows(judged: Iterable[Entry], subjects: Sequence[Subject]) -> list[Row]:
-    """The claims in their order, each with its entries and with the points of those models whose size is known: of the
-    same profile on all of them, where they have one in common.
+    """The claims in their order, each with its entries, and with its points on the models of known size.
+
+    The points are of the same profile on all models, where they have one in common.
     """
     by_claim: dict[str, Row] = {}
     for entry in judged:
@@ -135,8 +137,10 @@ def paper_value(claim: papers.Claim) -> float | None:
 
 
 def trends(rows: Iterable[Row]) -> Counter[str]:
-    """How many findings go where. One of which some claims do not change clearly, and the others agree, does not; one
-    whose claims go different ways is in no order of size.
+    """Count the findings by their trend.
+
+    A finding does not change clearly if some of its claims do not, and the others agree. A finding whose claims go
+    different ways is in no order of size.
     """
     facts: dict[tuple[str, str], set[str]] = {}
     for row in rows:
@@ -170,8 +174,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class Line:
-    """A line across the picture: "paper" at the paper's number, "turn" where the direction turns, "end" a tick at the
-    least and the most that is drawn.
+    """A line across the picture.
+
+    kind: "paper" at the paper's number, "turn" where the direction turns, "end" for a tick at the least or largest
+        drawn value.
     """
 
     kind: str
@@ -181,8 +187,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Goal:
-    """The size of the paper's model: where its line stands, the name of the model, and the height of the paper's number
-    there; None where that has another unit.
+    """The mark of the paper's model at its size.
+
+    Attributes:
+        x: the place of its line.
+        name: of the model.
+        y: the height of the paper's number; None where that has another unit.
     """
 
     x: float
@@ -204,8 +214,9 @@ class Plot:
 
 
 def reach(rows: Iterable[Row]) -> int:
-    """The size of the largest model of a paper that any plot of a page marks; 0 where none is known. What is recomputed
-    has no plot.
+    """The size of the largest model of a paper that any plot of a page marks; 0 where none is known.
+
+    Recomputed claims have no plot.
     """
     drawn = [row for row in rows if row.points and row.group != "recomputed"]
     return max((row.claim.model.parameters for row in drawn if row.claim.model), default=0)

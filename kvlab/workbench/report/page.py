@@ -136,7 +136,7 @@ def save(
     """Write the pages and claims.csv of these entries, measured or not; returns report.html.
 
     steady: what was measured of findings with other seeds and texts; those that flip are marked.
-    scores: of tasks, which stand in tables of their own.
+    scores: of tasks, shown in tables of their own.
     charts: of the leaderboard, a page next to the others; without any there is none.
     """
     folder = _folder(out)

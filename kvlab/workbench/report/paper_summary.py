@@ -17,7 +17,7 @@ OPEN = (papers.UNMEASURED, UNTESTED)
 
 
 Standing = tuple[str, dict[str, str]]
-"""A finding's name, and on each model that measured it what it stands as."""
+"""A finding's name, and its state on each model that measured it."""
 
 
 def standings(of_paper: Iterable[Entry]) -> list[Standing]:
@@ -40,8 +40,9 @@ def standings(of_paper: Iterable[Entry]) -> list[Standing]:
 
 
 def by_either(of_paper: Sequence[Entry]) -> list[tuple[str, dict[str, str], dict[str, str]]]:
-    """Every finding with what it stands as on each model, as in `standings`, and then again by the profile that all of
-    them have: what is told to turn between models must do so by both (`turns_by_either`).
+    """Every finding with its states on each model, as in `standings`, and again by the profile that all models have.
+
+    A finding counts as turning between models only if it does so by both (`turns_by_either`).
     """
     alike = standings(entry.compared for entry in of_paper)
     return [(*shown, same) for shown, (_, same) in zip(standings(of_paper), alike, strict=True)]
@@ -50,14 +51,20 @@ def by_either(of_paper: Sequence[Entry]) -> list[tuple[str, dict[str, str], dict
 def digest(of_paper: Sequence[Entry], order: Sequence[Subject], says: str = "") -> list[str]:
     """The sentences on one paper, at most five; those with nothing to say are left out.
 
-    What it claims; how many findings stand where; which hold and which fail on every model, with those that fewer
-    models measured, two at least, and are alike on them; which turn between models (on one model: stay undecided);
-    how ours compare with the printed numbers, and which way that goes with the model's size.
+    They say, in this order:
+
+    - what the paper claims;
+    - how many findings have which verdict;
+    - which findings hold and which fail on every model, or on all of at least two models that measured them;
+    - which findings turn between models, or else are undecided on one of several;
+    - how our numbers compare with the printed ones, and which way that goes with the model's size.
+
+    With a single model, the fourth item is the findings that stay undecided.
 
     Args:
         of_paper: the entries of one paper, on all models.
         order: the models, the smallest first; none where nothing was measured.
-        says: what the paper claims, in one sentence.
+        says: what the paper claims, in at most three sentences.
     """
     either = by_either(of_paper)
     found = [(name, shown) for name, shown, _ in either]
@@ -102,7 +109,7 @@ def _unmeasured(count: int) -> str:
 
 
 def _questions(of_paper: Iterable[Entry], order: Sequence[Subject]) -> Iterator[str]:
-    """How the questions of ours stand on each model, of a paper without measured findings."""
+    """Yield the answers to our questions on each model, for a paper without measured findings."""
     tallies = {model: Tally.of(mine).questions for model, mine in by_model(of_paper).items()}
     for subject in order:
         counted = tallies[subject.name]
@@ -132,20 +139,23 @@ def _verb(state: str, count: int) -> str:
 def _everywhere(measured: Iterable[Standing], order: Sequence[Subject]) -> str:
     """Which findings hold, and which fail, wherever they were measured."""
     found = list(measured)
-    parts = [_alike(found, verb, wanted, order) for verb, wanted in (("holds", HOLDING), ("fails", (papers.FAILS,)))]
+    parts = [_alike(found, verb, wanted, order) for verb, wanted in (("hold", HOLDING), ("fail", (papers.FAILS,)))]
     return _sentence("; ".join(part for part in parts if part))
 
 
 def _alike(measured: Iterable[Standing], verb: str, wanted: Sequence[str], order: Sequence[Subject]) -> str:
-    """Which stand so on every model. One that a single of several models measured says nothing of models."""
+    """Which findings have one of the wanted states on every model.
+
+    A finding that only one of several models measured is left out: it says nothing about models.
+    """
     alike = [(name, mine) for name, mine in measured if set(mine.values()) <= set(wanted)]
     at_least = ", at least in direction" if wanted is HOLDING else ""
     everywhere = [name for name, mine in alike if len(mine) == len(order)]
     where = f" on {_all_of(len(order))}" if len(order) > 1 else ""
-    parts = [f"what {verb}{where}{at_least}: {_some(everywhere)}"] if everywhere else []
+    parts = [f"these {verb}{where}{at_least}: {_some(everywhere)}"] if everywhere else []
     fewer = [f"{name} (on {listed(_labels(mine, order))})" for name, mine in alike if 1 < len(mine) < len(order)]
     if fewer:
-        parts.append(f"what {verb} on each of the fewer models that measured it{at_least}: {_some(fewer)}")
+        parts.append(f"these {verb} on each of the fewer models that measured them{at_least}: {_some(fewer)}")
     return "; ".join(parts)
 
 
@@ -163,13 +173,13 @@ def _all_of(models: int) -> str:
 def _open(measured: Iterable[Standing], turning: Sequence[str], order: Sequence[Subject]) -> str:
     """Which hold on one model and fail on another, or else which are undecided; of one model, which stay undecided."""
     if len(order) == 1:
-        return _sentence(_alike(measured, "stays undecided", (papers.UNDECIDED,), order))
+        return _sentence(_alike(measured, "stay undecided", (papers.UNDECIDED,), order))
     if turning:
-        return f"What holds on some models and fails on others: {_some(turning)}."
+        return f"These hold on some models and fail on others: {_some(turning)}."
     undecided = [name for name, mine in measured if len(mine) > 1 and papers.UNDECIDED in mine.values()]
     if not undecided:
         return ""
-    return f"None is told to hold on one model and to fail on another; undecided on one at least: {_some(undecided)}."
+    return f"None clearly holds on one model and fails on another. Undecided on one at least: {_some(undecided)}."
 
 
 def _sentence(text: str) -> str:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 THOROUGH = ("full", "gpu")
-"""The profiles that are shown instead of others, the most thorough one last; the quick one stands behind all."""
+"""The profiles that are shown instead of others, the most thorough one last; the quick one comes after all others."""
 
 
 def thoroughness(profile: str) -> tuple[int, str]:
@@ -27,8 +27,8 @@ class Origin:
         profile, signature, commit: as the run's tags had them; commit with `+changes` where files differed from it.
         machine: the hardware, where the run named it; of a claim's line, where any run of the same computer did.
         seconds: how long the run took; None where it has not ended.
-        parameters: the number of the model's weights; None where neither the run nor the catalogue told.
-        remarks: what the run went without, as `subjects.remarks` says it.
+        parameters: the number of the model's weights; None where neither the run nor the catalogue has it.
+        remarks: the parts that the run went without, as `ledger_models.remarks` names them.
     """
 
     profile: str = ""

@@ -15,27 +15,29 @@ ENDS = (25, 50, 75, 100)
 
 @dataclass(frozen=True)
 class Both:
-    """A score with the question read before the cache was compressed, and with it held back until after."""
+    """A score with the question read before the cache was compressed, and a score with it read only afterwards."""
 
     read: Cell
     held: Cell
 
     @property
     def n(self) -> int:
-        """How many answers stand behind the scores."""
+        """The number of answers of each score; the smaller one, if they differ."""
         return min(self.read.n, self.held.n)
 
     @property
     def ahead(self) -> float:
-        """By how much the score with the question held back is above the full cache's on the same prompts; where the
-        full cache's is not known, the score itself.
+        """The lead of the score with the question read afterwards over the full cache's on the same prompts.
+
+        Where the full cache's score is not known, it is the score itself.
         """
         return self.held.score - (self.held.full or 0)
 
     @property
     def clear(self) -> int:
-        """-1 or 1 where clearly more or less is lost with the question held back, which is where the intervals of the
-        differences from the full cache, prompt by prompt, are apart; else 0.
+        """-1 or 1 where clearly more or less is lost with the question read afterwards; else 0.
+
+        It is clear where the intervals of the differences from the full cache, prompt by prompt, are apart.
         """
         if not (self.held.against_full and self.read.against_full):
             return 0
@@ -50,9 +52,9 @@ class Moments:
     Attributes:
         prompts: their tokens and the document of the task, in words; empty where the task does not say.
         models: the columns.
-        n: how many answers stand behind most scores of each model.
-        rows: (policy, its scores on each model, None where there are none); first those that are furthest ahead of the
-            full cache, or least behind it, with the question held back.
+        n: the number of answers of most scores of each model.
+        rows: (policy, its scores on each model, None where there are none). The order is by `Both.ahead`, the largest
+            lead over the full cache first.
     """
 
     task: str
@@ -64,8 +66,9 @@ class Moments:
 
     @property
     def ends(self) -> int:
-        """Where the axis ends, in percent: of a few round numbers the first that is above all that is drawn; the last,
-        where rounding puts a score of 100 beyond it.
+        """The end of the axis, in percent: the first of `ENDS` that nothing drawn exceeds.
+
+        It is the last of them where rounding puts a score of 100 beyond it.
         """
         every = [both for _, cells in self.rows for both in cells if both]
         largest = max(max(both.read.score, both.held.high, both.read.full or 0) for both in every)
@@ -73,7 +76,7 @@ class Moments:
 
     @property
     def losing(self) -> list[tuple[int, int]]:
-        """How many policies clearly lose by it, and of how many, on each model."""
+        """How many policies clearly lose more with the question read afterwards, and of how many, on each model."""
         columns = zip(*(cells for _, cells in self.rows), strict=True)
         clear = [[both.clear for both in column if both] for column in columns]
         return [(mine.count(-1), len(mine)) for mine in clear]
@@ -81,7 +84,7 @@ class Moments:
     @property
     def description(self) -> str:
         parts = [f"{n} of {of} policies on {model}" for model, (n, of) in zip(self.models, self.losing, strict=True)]
-        return f"clearly more lost with it held back: {listed(parts)}"
+        return f"clearly more lost by holding it back: {listed(parts)}"
 
 
 def moments(boards: Sequence[Board]) -> list[Moments]:
@@ -112,14 +115,15 @@ def _moments(budget: str, pairs: Sequence[tuple[Board, Board]]) -> Moments:
 
 
 def _by_score(row: tuple[str, list[Both | None]]) -> tuple[float, float]:
-    """Those ahead first, with the question held back, and of those that are alike with it read."""
+    """The key that sorts rows by their lead with the question read afterwards, then by the score with it read first."""
     found = [both for both in row[1] if both]
     return -fmean(both.ahead for both in found), -fmean(both.read.score for both in found)
 
 
 def _at(board: Board, budget: str) -> dict[str, Cell]:
-    """The scores of a board at a budget, and of what takes none, by what a policy is called however many answers it
-    has: models may have different numbers of them.
+    """Policy -> its score on a board, at a budget or without one.
+
+    The policy's name leaves out its number of answers, since models may have different numbers of them.
     """
     columns = [board.budgets.index(name) for name in (budget, "") if name in board.budgets]
     named = [(board.fewer.get(name, name), row) for name, row in board.rows]

@@ -1,8 +1,8 @@
 """Ledgers that are kept as data: a CSV for each model, with the source of every number.
 
-A long profile runs over several days, so a ledger is kept in pieces: what a store has not measured stays as it was. A
-claim has a line for each profile that measured it. The most thorough one is shown. A new run of the quick profile is
-compared with the kept one of the quick profile.
+A long profile runs over several days, so a ledger is kept in pieces: lines that a store has not measured stay as they
+were. A claim has a line for each profile that measured it. The most thorough one is shown. A new run of the quick
+profile is compared with the kept one of the quick profile.
 """
 
 from __future__ import annotations
@@ -71,14 +71,17 @@ class Kept:
 def keep(folder: Path, model: str | Sequence[str] | None = None, profile: str | None = None) -> list[Kept]:
     """Write the ledger of every model as FOLDER/MODEL.csv, a line for each claim and profile, whole or not at all.
 
-    What the store has not measured, with the profile of a line, stays as FOLDER has it, with what it says of its run;
-    what it has measured is replaced. Lines of claims that no longer exist are dropped, and quick ones of claims that
-    only the full profile measures; those of claims that no experiment measures any more give no number.
+    A line is replaced if the store has measured its claim by its profile. Else it stays as FOLDER has it, with its
+    record of the run. Lines of claims that no longer exist are dropped. So are quick lines of claims that only the full
+    profile measures. Lines of claims that no experiment measures any more lose their numbers.
 
-    Columns: claim, finding, verdict, value, low, high, power, why, model; and of the run that they come from its
-    profile, signature, commit (with `+changes` where files differed from it), machine and seconds, the number of the
-    model's parameters, and remarks on what it went without; genre_low and genre_high of the interval over genres; the
-    metric that the claim asked for.
+    The columns are:
+
+    - claim, finding, verdict, value, low, high, power, why, model;
+    - the run's profile, signature, commit (with `+changes` where files differed from it), machine and seconds;
+    - parameters, the number of the model's weights, and remarks on the parts that the run went without;
+    - genre_low and genre_high, the interval over genres;
+    - metric, the one that the claim asked for.
 
     Args:
         folder: of the ledger.
@@ -86,8 +89,8 @@ def keep(folder: Path, model: str | Sequence[str] | None = None, profile: str | 
         profile: only runs of this profile; of all if there is none.
 
     Raises:
-        KvlabError: no run has measured a claim, the folder cannot be written, or what it has under the name of a model
-            is no kept ledger or of another model.
+        KvlabError: no run has measured a claim, or the folder cannot be written. It is also raised where the file with
+            a model's name is no kept ledger, or is of another model.
     """
     newest = entries(model, profile)
     if not any(entry.run for entry in newest):
@@ -128,7 +131,7 @@ def _merged(path: Path, sweeps: Iterable[Sequence[Entry]]) -> Kept:
     for judged in sweeps:
         for entry, line in zip(judged, _new_lines(judged), strict=True):
             key = line["claim"], line["profile"]
-            # Why a claim is not measured is known better where a run has tried.
+            # A run that tried knows better why a claim is not measured.
             if entry.run or key not in lines:
                 lines[key] = line
     measured = {claim for claim, profile in lines if profile}
@@ -147,7 +150,7 @@ def _rests(claim: papers.Claim, profile: str) -> bool:
 
 
 def _knows(line: Line) -> bool:
-    """Whether any run stands behind a line."""
+    """Whether a line comes from a run."""
     return any(line[name] for name in ORIGIN)
 
 
@@ -218,8 +221,9 @@ def _verdict(line: Line) -> papers.Verdict:
 
 
 def read(path: Path, profile: str | None = None) -> list[Entry]:
-    """The entries of a kept ledger, one for each claim, without their runs: those of the most thorough profile that
-    measured them. Claims that no line tells of are not measured.
+    """The entries of a kept ledger, one for each claim, without their runs.
+
+    They are of the most thorough profile that measured the claim. Claims without a line are not measured.
 
     Args:
         path: the file.
@@ -297,7 +301,7 @@ def kept(folder: Path, model: str | Sequence[str] | None = None, profile: str | 
 
 
 def _set_alike(shown: Mapping[str, Sequence[Entry]], every: Iterable[Entry]) -> None:
-    """Tell entries whose models measured their claim by several profiles which other one the models have in common."""
+    """Set `alike` of each entry: its model's entry by the most thorough profile that all models of its claim have."""
     measured: dict[str, dict[str, dict[str, Entry]]] = {}
     for entry in every:
         if entry.state != papers.UNMEASURED:
@@ -311,7 +315,7 @@ def _set_alike(shown: Mapping[str, Sequence[Entry]], every: Iterable[Entry]) -> 
 
 
 def every(folder: Path, model: str | Sequence[str] | None = None) -> list[Entry]:
-    """All that a folder's ledgers tell: an entry for each model, claim and profile, a claim's most thorough one first.
+    """All entries of a folder's ledgers, by model, claim and profile, a claim's most thorough one first.
 
     Args, Raises: as `kept`.
     """
@@ -323,7 +327,7 @@ def _measured(folder: Path, model: str | Sequence[str] | None = None) -> list[En
 
 
 def _files(folder: Path, model: str | Sequence[str] | None) -> dict[str, list[Entry]]:
-    """Model -> what its ledger tells (`_read`), for those of these models that the folder has."""
+    """Model -> the entries of its ledger (`_read`), for those of these models that the folder has."""
     paths = sorted(folder.glob("*.csv"))
     if not paths:
         raise KvlabError(f"{folder} holds no kept ledger; `kvlab report --keep {folder}` makes one")

@@ -20,7 +20,7 @@ from kvlab.workbench.report import csv_tables
 from kvlab.workbench.report.ledger import WEAKEST, Entry, claims, names, turns
 from kvlab.workbench.report.ledger_models import Subject
 
-FOLDER = "stability"  # a folder of its own, so that every CSV beside it is a ledger
+FOLDER = "stability"  # a folder of its own, so every CSV next to it is a ledger
 KEYS = ["paper", "finding", "claim", "model", "profile", "seed", "documents"]
 NUMBERS = ["value", "low", "high"]
 COLUMNS = [*KEYS, "verdict", *NUMBERS, "signature", "commit", "machine"]
@@ -139,7 +139,7 @@ def _of_claims(lines: Sequence[Mapping[str, str]]) -> dict[str, tuple[Outcome, .
 
 
 def _cells(lines: Sequence[Mapping[str, str]]) -> tuple[Outcome, ...]:
-    """A claim of a run that does not depend on the seed, or on the documents, stands in the cells of each."""
+    """The cells of these lines; a run that does not depend on the seed, or on the documents, counts in each of them."""
     cells = []
     for seed in _values(lines, "seed"):
         for documents in _values(lines, "documents"):
@@ -186,12 +186,12 @@ def _sentence(label: str, profile: str, mine: Sequence[Stability]) -> str:
     turns = f" ({turned} from holding to failing or back)" if turned else ""
     repeated = sum(len(one.repeated) for one in mine)
     same = (
-        f"; {repeated} of the {others} repeat the numbers of another seed, which did not reach them" if repeated else ""
+        f". {repeated} of the {others} repeat the numbers of another seed, which did not reach them" if repeated else ""
     )
     return (
         f"How often does a verdict flip? On {label} ({profile} profile), with {where}: of {len(mine)} quoted "
         f"{plural(len(mine), 'finding')} {unsteady or 'none'} {'flips' if unsteady < 2 else 'flip'} at least once"
-        f"{turns}; in all {flips} of {others} verdicts are not that of the first run ({flips / others:.0%}){same}."
+        f"{turns}. In all, {flips} of {others} verdicts are not that of the first run ({flips / others:.0%}){same}."
     )
 
 
@@ -214,8 +214,9 @@ def of_entries(found: Iterable[Stability]) -> Callable[[Entry], Stability | None
 def keep(folder: Path, lines: Iterable[Line]) -> list[Path]:
     """Write the lines of each model as FOLDER/stability/MODEL.csv, whole or not at all, instead of what was there.
 
-    Columns: paper, finding, claim, model, profile; seed and documents, `any` where the experiment has no such parameter
-    or never reads it; verdict, value, low, high; and of the run its signature, commit and machine.
+    The columns are paper, finding, claim, model, profile, seed, documents, verdict, value, low and high, and the run's
+    signature, commit and machine. The seed and the documents are `any` where the experiment has no such parameter, or
+    never reads it.
 
     Raises:
         KvlabError: the folder cannot be written, or two models would share a file.

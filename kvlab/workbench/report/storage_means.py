@@ -1,4 +1,4 @@
-"""Means of a run of `evict_or_quantise`, and what the same bytes cost in another way."""
+"""Means of a run of `evict_or_quantise`, and differences between two systems at the same bytes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def means(measured: pandas.DataFrame) -> Iterator[dict[str, Any]]:
     """Rows of `storing.measure`'s table, as means over documents with 95 % intervals.
 
     A row without `against` is one measure of a system. A row with it is a paired difference: the system's loss less
-    that of the full cache in the storage `against`. The system is a policy as it is, at the bytes of that cache, or the
-    full cache in a storage that takes no more bytes.
+    that of the full cache in the storage `against`. The system is a policy whose entries are stored as they are, at the
+    bytes of that cache. Or it is the full cache in a storage that takes no more bytes.
     """
     from kvlab.analyses.together import storing
 

@@ -23,9 +23,10 @@ PLACE = re.compile(r"'(?:/|[A-Za-z]:\\\\)[^']*?([^'/\\]+)[/\\]*'")
 def keep(folder: Path, answers: Sequence[Answer], machine: str) -> Path:
     """Write the mean scores of one model's answers as FOLDER/tasks/MODEL.csv; what was kept of others stays.
 
-    A line for each task (and each kind of its examples, each of its modes and each turn of a mode), policy, budget,
-    storage and moment of compression: the mean score with its 95 % interval, the difference from the full cache on the
-    same examples with its own, stored bytes and seconds for an answer; and what they come from.
+    There is a line for each task, policy, budget, storage and moment of compression. There are further lines for each
+    kind of a task's examples, each of its modes, and each turn of a mode. A line has the mean score with its 95 %
+    interval. It has the difference from the full cache on the same examples, with its own interval. It has the stored
+    bytes, the seconds for an answer, and the source of the numbers.
 
     Args:
         machine: what it ran on, in words.

@@ -14,7 +14,7 @@ from kvlab.render.phrases import listed
 from kvlab.workbench.report import csv_tables
 from kvlab.workbench.report.ledger_models import LACKING, Subject
 
-FOLDER = "tasks"  # a folder of its own, so that every CSV beside it is a ledger
+FOLDER = "tasks"  # a folder of its own, so every CSV next to it is a ledger
 KEY = ["task", "settings", "kind", "policy", "budget", "storage", "parameters", "compress_at", "mode", "turn"]
 NUMBERS = ["n", "score", "low", "high", "difference", "difference_low", "difference_high", "kv_bytes", "seconds"]
 LATER = KEY[-2:]  # files that were kept before there were turns do not have these columns
@@ -36,8 +36,12 @@ def read(path: Path) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Cell:
-    """A mean score in percent, with its interval; `against_full`: that of the difference from the full cache in points,
-    where it has one; `full`: the full cache's own mean over the same examples; `n`: how many answers stand behind it.
+    """A mean score in percent, with its interval.
+
+    Attributes:
+        against_full: the interval of the difference from the full cache, in percentage points; None where it has none.
+        full: the full cache's own mean over the same examples.
+        n: the number of answers.
     """
 
     score: float
@@ -75,13 +79,13 @@ class Board:
 
     Attributes:
         prompts: their tokens and the document of the task, in words; empty where the task does not say.
-        n: how many answers stand behind a score, but for the rows that say another number.
+        n: the number of answers of a score, except for the rows that say another number.
         full: the full cache's.
         budgets: the columns.
-        rows: (policy, a cell for each budget, None where there is none), in the order of the mean score; those with
-            fewer answers than others come after these.
+        rows: (policy, a cell for each budget, None where there is none), in the order of the mean score. Rows with
+            fewer answers than others come last.
         by_turn: of each mode, where the task asks several questions over one context.
-        fewer: the rows that have fewer answers -> what they are called where that is not said.
+        fewer: a row that has fewer answers -> its name without that remark.
     """
 
     model: str
@@ -171,8 +175,9 @@ def _by_turn(lines: Sequence[Mapping[str, str]], names: Mapping[tuple[str, ...],
 
 
 def system_names(lines: Sequence[Mapping[str, str]]) -> dict[tuple[str, ...], str]:
-    """The name of each system of a table: the policy, its missing parts, its storage, and where a policy stands there
-    with several settings those that differ.
+    """The name of each system of a table: the policy, its missing parts, its differing settings, and its storage.
+
+    Settings differ where the table has a policy with several of them.
     """
     systems = {system(line): _given(line["parameters"]) for line in lines}
     named = {}
@@ -208,7 +213,7 @@ def system(line: Mapping[str, str]) -> tuple[str, ...]:
 def _given(call: str) -> dict[str, str]:
     """The parameters of a policy or task as it names itself, but for the budget: `snapkv(budget=8, window=4)`."""
     try:
-        # What was read from a file stands behind the call, as its hash.
+        # The hash of a file that was read follows the call.
         named = ast.parse(re.sub(r"\)@\w+$", ")", call), mode="eval").body
     except SyntaxError:
         return {}

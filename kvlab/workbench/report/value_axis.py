@@ -40,8 +40,9 @@ def turn_of(claim: papers.Claim) -> float | None:
 
 
 def side_of(claim: papers.Claim) -> int:
-    """On which side of its turn the claim's direction asks its own metric to lie: 1 above it, -1 below; 0 where it has
-    no such turn.
+    """The side of its turn on which the claim's direction asks its own metric to lie: 1 above it, -1 below.
+
+    0 where it has no such turn.
     """
     if turn_of(claim) is None:
         return 0

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 
 
 def left(connection: RetryingClient, run_id: str) -> list[str]:
-    """Lines that say what a job found: the verdicts of its claims, its story's first sentence, and where its executed
-    notebook and its figures are.
+    """Lines on a job's results: the verdicts of its claims, its story's first sentence, and the paths of its files.
 
-    Empty where the store has lost the run since.
+    The files are its executed notebook and its figures. Empty where the store has lost the run since.
     """
     from mlflow.exceptions import MlflowException
 
@@ -55,8 +54,9 @@ def _short(folder: Path) -> str:
 
 
 def files(connection: RetryingClient, run: Run, folder: str, suffix: str) -> Iterator[Path]:
-    """A copy of each file NAME+suffix that lies directly in a folder of a run's artifacts, sorted by name; each is
-    there until the next is asked for.
+    """Yield a copy of each file NAME+suffix that lies directly in a folder of a run's artifacts, sorted by name.
+
+    Each copy is there until the next one is asked for.
     """
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 

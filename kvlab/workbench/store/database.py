@@ -22,7 +22,7 @@ from kvlab.workbench.store.retries import RetryingClient
 SQLITE = "sqlite:///"
 KIND = "mlflow.experimentKind"
 DESCRIPTION = "mlflow.note.content"  # the tag that MLflow shows as a description
-EVALUATIONS = "What `kvlab eval` logged: scores of tasks under policies and budgets, each beside the full cache."
+EVALUATIONS = "Results of `kvlab eval`: scores of tasks under policies and budgets, each next to the full cache."
 PROXY_WITHOUT_SERVER = (502, 503, 504)
 
 

@@ -42,7 +42,7 @@ class Pushed:
 def push(uri: str, experiments: list[str]) -> Pushed:
     """Copy the finished runs of experiments (of all, if none is named) into the store at an address.
 
-    A run is never copied twice. What was interrupted goes on. The runs above finished ones are copied, too.
+    A run is never copied twice. An interrupted copy goes on. The runs above finished ones are copied, too.
 
     Raises:
         KvlabError: a store cannot be reached, both are the same, or an experiment has no runs.

@@ -77,9 +77,10 @@ def _found(connection: RetryingClient, experiment: str, query: str, page_size: i
 def newest_of_each(
     connection: RetryingClient, experiment: str, tag: str, model: str | None = None, **tags: str
 ) -> dict[str, Run]:
-    """Value of a tag -> the last finished job of an experiment (its id) that has it, of those with these tags of
-    kvlab on a model (any by default); "" where the last of all has no such tag. One question for each value, however
-    many runs there are.
+    """Value of a tag -> the last finished job of an experiment (its id) that has it.
+
+    Only jobs with these tags of kvlab on a model (any by default) count. The value is "" where the last of all has no
+    such tag. The store is asked once for each value, however many runs there are.
     """
     query = _finished(ORDINARY, tags, model)
     known: dict[str, Run] = {}
@@ -107,8 +108,10 @@ def newest(
 
 
 def done(connection: RetryingClient, experiment: str, key: str, kind: str) -> Run | None:
-    """The last finished job with this content key that stands for one of that kind: an ordinary one stands for a cell,
-    too, and never a cell for an ordinary one, since the ledger would not read it."""
+    """The last finished job with this content key that replaces one of that kind.
+
+    An ordinary job replaces any other. No other replaces an ordinary one, since the ledger would not read it.
+    """
     found: dict[str, Run] = {}
     # Not asked for by its kind as well: a database looks through all runs once for each tag, and few share a key.
     for run in _found(connection, experiment, f"{FINISHED} and tags.`kvlab.key` = '{key}'", 2):
@@ -148,7 +151,7 @@ def release(lock: FileLock) -> None:
     """Give a job back, so that another process may take it, and remove the lock's file.
 
     The file is removed while it is still locked. A process that waits for this very file gets a lock on a file without
-    a name; filelock notices that, and tries again with a new file.
+    a name. filelock notices that, and tries again with a new file.
     """
     with contextlib.suppress(OSError):
         Path(lock.lock_file).unlink()
@@ -182,7 +185,7 @@ def _is_left(run: Run) -> bool:
         and tags.get("kvlab.host") == socket.gethostname()
     )
     pid = int(tags.get("kvlab.pid", 0))
-    # This process runs one sweep at a time. What an earlier sweep of its own left RUNNING is left over, too.
+    # This process runs one sweep at a time. So a run that an earlier sweep of its own left RUNNING is left over, too.
     if not ours or (pid != os.getpid() and _lives(pid, float(tags.get("kvlab.pid_started", 0)))):
         return False
     # If the clock was set, a living process seems to be another one: but then it still holds the lock of its job.

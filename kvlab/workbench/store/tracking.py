@@ -142,7 +142,7 @@ class Run:
         self.metrics: dict[str, float] = {}
         self.intervals: dict[str, tuple[float, float]] = {}
         self._headlines = showing.Headlines(experiment, headlines)
-        self._earlier: dict[str, findings_table.Number] | None = None  # what the stored run held before this object
+        self._earlier: dict[str, findings_table.Number] | None = None  # the stored run's numbers before this object
         self._of_policies: dict[str, list[showing.Point]] = {}
         self._shown: dict[str, Shown] = {}
         self._error = ""
