@@ -80,6 +80,16 @@ def test_a_finding_counts_where_its_weakest_claim_holds(drawn, kept):
                 assert (state in HOLDING) == all(each in (*HOLDING, papers.UNMEASURED) for each in states)
 
 
+def test_of_claims_that_hold_alike_the_one_that_most_models_measured_is_drawn(kept):
+    name = "MorphKV against SnapKV at equal bytes, where both can choose"
+    rows = [row for row in model_trends.rows(kept, subjects(kept)) if row.claim.fact[1] == name]
+    assert all(entry.state in (*HOLDING, papers.UNMEASURED) for row in rows for entry in row.entries)
+    (line,) = forest.lines(rows, [name])
+    measured = {row.claim.id: sum(each.state in HOLDING for each in row.entries) for row in rows}
+    assert len(set(measured.values())) > 1
+    assert measured[line.claim.id] == len(line.dots) == max(measured.values())
+
+
 def test_a_papers_number_far_beyond_ours_stands_at_the_edge(project):
     job(0.1, metric="published/reduction/40", model="small", parameters=135_000_000)
     (entry,) = (entry for entry in report.entries() if entry.claim.id == "zsmerge.figure4.as_published")

@@ -31,7 +31,7 @@ def test_both_moments_of_a_board_stand_side_by_side():
     assert (first, second) == ("think", "snapkv"), "what takes no budget is there, and the best comes first"
     assert (snapkv.read.score, snapkv.held.score, snapkv.clear, think.clear) == (80, 20, -1, 0)
     assert table.losing == [(1, 2)]
-    assert table.description == "clearly more lost by holding it back: 1 of 2 policies on a"
+    assert table.description == "clearly lower if compressed before the question: 1 of 2 policies on a"
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def _line(name: str, rows: Sequence[Row]) -> Line | None:
     drawn = [row for row in rows if side_of(row.claim) and any(map(_valued, row.entries))]
     if not drawn:
         return None
-    row = min(drawn, key=lambda row: (_holding(row), paper_value(row.claim) is None))
+    row = min(drawn, key=lambda row: (_holding(row), paper_value(row.claim) is None, -sum(map(_valued, row.entries))))
     found = [
         (entry, entry.verdict.value) for entry in row.entries if _valued(entry) and entry.verdict.value is not None
     ]

@@ -84,7 +84,7 @@ class Moments:
     @property
     def description(self) -> str:
         parts = [f"{n} of {of} policies on {model}" for model, (n, of) in zip(self.models, self.losing, strict=True)]
-        return f"clearly more lost by holding it back: {listed(parts)}"
+        return f"clearly lower if compressed before the question: {listed(parts)}"
 
 
 def moments(boards: Sequence[Board]) -> list[Moments]:
