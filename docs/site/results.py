@@ -123,7 +123,7 @@ def _holding(tally: Tally) -> str:
     weak, alone = tally.findings[papers.WEAK], tally.findings[papers.DIRECTION]
     return (
         f"Of {held} findings that hold, {weak} hold *by a weak stand-in*: errors of the attention replace scores, and "
-        f"do not predict answers on this model. {alone} hold *in direction only*: right sign, size missed "
+        f"predict answers poorly on this model. {alone} hold *in direction only*: right sign, size missed "
         "or not comparable."
     )
 

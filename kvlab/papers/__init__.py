@@ -3,7 +3,7 @@
 A claim carries two tests. The test of *direction* asks whether the effect has the sign that the paper reports; the test
 of *size* asks whether it is as large. Direction and size passed: "holds". Direction alone: "holds in direction only".
 Direction missed: "fails". An interval that contains the point where the direction turns: "undecided". A number that a
-test needs and nobody measured: "not measured". A measure that replaces scores of tasks and does not predict answers:
+test needs and nobody measured: "not measured". A measure that replaces scores of tasks and predicts answers poorly:
 "holds by a weak stand-in" (`stand_ins`).
 """
 

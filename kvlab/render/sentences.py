@@ -9,7 +9,7 @@ from kvlab.papers.claim import Phrases
 from kvlab.render.phrases import number, with_interval
 
 WORTH = "; the stand-in is weak"
-"""The end of a sentence on a claim whose stand-in does not predict answers."""
+"""The end of a sentence on a claim whose stand-in predicts answers poorly."""
 
 
 def sentence(claim: papers.Claim, verdict: papers.Verdict, weak: bool = False) -> str:
@@ -20,7 +20,7 @@ def sentence(claim: papers.Claim, verdict: papers.Verdict, weak: bool = False) -
 
     Args:
         verdict: of the claim's tests (`papers.judge`).
-        weak: whether it rests on a stand-in that does not predict answers, which the sentence says at its end.
+        weak: whether it rests on a stand-in that predicts answers poorly, which the sentence says at its end.
     """
     summary = claim.summary.rstrip(".")
     if verdict.verdict == papers.UNMEASURED:

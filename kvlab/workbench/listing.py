@@ -66,20 +66,11 @@ def _claims() -> list[dict[str, Any]]:
         {
             "name": claim.id,
             "summary": claim.summary,
-            "id": claim.id,
-            "paper": claim.paper,
-            "where": claim.where,
-            "metric": claim.metric,
+            **claim.model_dump(mode="json"),
             "measured": claim.experiment is not None,
-            "experiment": claim.experiment,
-            "profile": claim.profile,
-            "paper_value": claim.paper_value,
-            "unit": claim.unit,
-            "kind": claim.kind,
             "finding": claim.fact[1] if claim.kind in SAMPLED else "",
-            "untested": claim.untested,
-            "direction": claim.direction.model_dump(exclude_none=True),
-            "size": claim.size.model_dump(exclude_none=True),
+            "direction": claim.direction.model_dump(mode="json", exclude_none=True),
+            "size": claim.size.model_dump(mode="json", exclude_none=True),
         }
         for claim in papers.claims()
     ]

@@ -142,6 +142,7 @@ def test_listed_claims_and_plain_lists(capsys):
     found = {entry["id"]: entry for entry in json.loads(out)}
     assert set(found) == {claim.id for claim in papers.claims()}
     entry = found["zsmerge.theorem1"]
+    assert papers.Claim.model_fields.keys() <= entry.keys() and found["rocketkv.figure4.consistently"]["note"]
     assert entry["paper"] == "zsmerge" and entry["metric"] == "theorem1/violations" and entry["measured"] is True
     assert found["morphkv.table6.accuracy"]["measured"] is False
     code, out, _ = call(capsys, "list", "claims")
