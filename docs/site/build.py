@@ -60,6 +60,7 @@ NAMES = {
         ),
         *("methods._base.repeating.Repetition", "methods._base.repeating.Part", "methods._base.prompt.Asks"),
         *("methods._base.policy.Budget", "methods.Paper", "core.ranking.top_positions", "core.ranking.with_last"),
+        *("methods.share_out",),
     ],
     "Tasks, and what they are made of": [
         *("tasks.task", "tasks.tasks", "tasks.base.Task", "tasks.base.Example", "tasks.base.Turn"),
@@ -382,7 +383,7 @@ def _ledger() -> str:
     heads = "".join(f"<th>{html.escape(model)}</th>" for model in states)
     return f"""# Ledger
 
-After this page you know the verdict on any claim of the five papers, and can link to it.
+After this page you know the verdict on any claim of the papers, and can link to it.
 
 A row holds the claim, the paper's number, and our number on each model with its 95 % interval and verdict. Open a
 verdict to read the comparison. The numbers are the kept runs of `docs/ledger/`. `kvlab reproduce` measures the same on

@@ -119,7 +119,12 @@ def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]], weigh
             parts.append(table(MISSED, missed))
     if printed:
         lines = [
-            [f"`{name}`<br>{KINDS.get(claim.kind, '')}{claim.where}: {says(entry)}", _printed(claim), ours(entry.verdict), entry.state]
+            [
+                f"`{name}`<br>{KINDS.get(claim.kind, '')}{claim.where}: {says(entry)}",
+                _printed(claim),
+                ours(entry.verdict),
+                entry.state,
+            ]
             for name, claim, entry in ((name, first[name].claim, first[name]) for name in printed)
         ]
         parts.append(table(["claim without a model", "the paper says", "worked out", "verdict"], lines))

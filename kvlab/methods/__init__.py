@@ -16,10 +16,11 @@ from typing import Any
 from kvlab.errors import KvlabError
 from kvlab.lib import policy_names, workspace
 from kvlab.lib.references import Paper
+from kvlab.methods._base.budgets import share_out
 from kvlab.methods._base.policy import Budget, Policy
 from kvlab.methods._base.prompt import Prompt
 
-__all__ = ["Budget", "Paper", "Policy", "Prompt", "installed", "policies", "policy", "registry"]
+__all__ = ["Budget", "Paper", "Policy", "Prompt", "installed", "policies", "policy", "registry", "share_out"]
 
 
 def registry() -> dict[str, type[Policy]]:

@@ -80,6 +80,7 @@ def test_readme_says_one_thing_of_each_paper_and_leads_to_its_page(results):
     _, _, *rows = [line for line in part.splitlines() if line.startswith("|")]
     models = len(subjects(snapshots.kept(ROOT / "docs" / "ledger")))
     for paper, row in zip(papers.papers(), rows, strict=True):
+        assert paper.source, f"{paper.name} has no entry in kvlab/lib/references.py"
         assert f"[{paper.label}](docs/disagreements/{paper.name}.md)" in row and paper.source.url in row
         assert (paper.source.code or "no public code") in row
         *_, sentence, _ = (cell.strip() for cell in row.split("|"))

@@ -3,9 +3,9 @@
 python tests/project/words.py README.md docs/start.md    # print each long sentence and banned word as FILE:LINE
 python tests/project/words.py --write                    # lower the numbers in words.csv to what is left
 
-The texts are README.md, CHANGELOG.md, docs/, the notebooks' Markdown, the claims and experiments, and all docstrings,
-comments and strings of kvlab/ and benchmarks/. words.csv lists how many problems a file may still have. The numbers
-can only fall.
+The texts are README.md and its neighbours, docs/, the notebooks' Markdown, the claims and experiments, and all
+docstrings, comments and strings of kvlab/ and benchmarks/. words.csv lists how many problems a file may still have. The
+numbers can only fall.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def problems(path: Path) -> list[Problem]:
 
 def files() -> list[str]:
     """The files with texts that people read, from the project's root."""
-    found = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "notebooks").glob("*.ipynb")]
+    found = [*ROOT.glob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
     found += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "experiments").glob("*.yaml")]
     found += [*(ROOT / "kvlab").rglob("*.py"), *(ROOT / "kvlab").rglob("*.yaml")]
     found += [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "docs").rglob("*.py")]

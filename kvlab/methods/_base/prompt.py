@@ -230,7 +230,8 @@ class Prompt:
         self._declared(asks, "the accumulated attention", "accumulates = True")
         if self._accumulated is None:
             raise KvlabError(
-                f"{policy.name} needs the attention accumulated over all prompt queries; capture with accumulate=True"
+                f"{policy.name} needs the attention accumulated over all prompt queries; capture with accumulate=True, "
+                "or give Trace.from_tensors accumulated="
             )
         return self._accumulated
 

@@ -64,7 +64,7 @@ def save(judged: Sequence[Entry], path: Path) -> Path:
         for ax, half in zip(columns, halves, strict=True):
             _column(ax, half, height)
         figure.suptitle(
-            f"Claims of five papers on {len(order)} models" if len(order) > 1 else "Claims of five papers",
+            f"Claims of {len(found)} papers" + (f" on {len(order)} models" if len(order) > 1 else ""),
             x=0.01,
             ha="left",
             weight="bold",
