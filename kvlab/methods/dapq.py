@@ -34,8 +34,9 @@ class DapQ(Scorer):
         window: pseudo-tokens, N in the paper (32).
         content: what they say, as in the paper's figure 6a. "first_last": `first` tokens of the prompt, then its last
             window - first. "scattered": drawn from the prompt. "span": a random span of it. "sentence": `sentence`,
-            repeated. "vocabulary": random token ids.
-        first: tokens from the prompt's start under "first_last" (4 of 32 in the paper's settings).
+            repeated. "vocabulary": random token ids, as in figure 2a.
+        first: tokens from the prompt's start under "first_last". Section 5.1 has 4 and 2 of 32 as examples. Table 4 has
+            8 for LLaMA and 2 for Qwen.
         sentence: under "sentence".
         seed: of the random contents.
         softmax: "prompt" for one over the prompt's keys only: every pseudo-query weighs the same. "all" for the one of
