@@ -49,6 +49,8 @@ KINDS = {
     "timing": "*A timing.* ",
 }
 """How a row begins whose claim is no finding."""
+PRINTED = ("printed/", "table3/", "figure9/logged/")
+"""Metrics that follow from printed numbers, and from answers and logs that authors published."""
 MOVES = ("findings", "questions")
 """The groups of claims that a longer profile may decide otherwise."""
 
@@ -165,7 +167,7 @@ def _others(paper: str, shown: Container[str], rows: Mapping[str, Mapping[str, E
 
 def without_model(claim: papers.Claim) -> bool:
     """Whether no model changes its number: it works with what a paper prints."""
-    return claim.kind in OF_THE_PAPER or claim.metric.startswith("printed/")
+    return claim.kind in OF_THE_PAPER or claim.metric.startswith(PRINTED)
 
 
 def says(entry: Entry) -> str:

@@ -156,7 +156,7 @@ def against_formula(table: pd.DataFrame, model: Geometry, budget: int, window: i
 def implied_length(benchmark: str) -> int:
     """Tokens of prompt and response at which MorphKV's stated capacity is the printed share of the full cache.
 
-    It is the only length that follows from the paper's own numbers.
+    Section 5.3 prints another length: an average prompt of nearly 6K tokens.
     """
     capacity = settings(benchmark).loc["morphkv", "capacity"]
     return round(capacity / _printed().loc[benchmark, "morphkv"])
