@@ -49,7 +49,10 @@ KINDS = {
     "timing": "*A timing.* ",
 }
 """How a row begins whose claim is no finding."""
-PRINTED = ("printed/", "table3/", "figure9/logged/")
+PRINTED = (
+    *("printed/", "table3/", "figure9/logged/"),
+    *("published/average_gap", "published/score_gap", "published/middle_less_rest"),
+)
 """Metrics that follow from printed numbers, and from answers and logs that authors published."""
 MOVES = ("findings", "questions")
 """The groups of claims that a longer profile may decide otherwise."""
