@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.toy_claims import claim
 
 from kvlab import papers
+from kvlab.papers.stand_ins import Prediction
 from kvlab.workbench.report import model_agreement
 from kvlab.workbench.report.ledger import Entry
 from kvlab.workbench.report.ledger_models import Subject
@@ -47,6 +50,27 @@ def stands(*states: str) -> list[Entry]:
 def test_how_a_finding_stands_across_models(states, kind):
     found = model_agreement.across(stands(*states), SIZES)
     assert [name for name, mine in found.items() if mine] == [kind]
+
+
+@pytest.mark.parametrize(
+    ("weighed", "kind"),
+    [
+        ((), model_agreement.SMALLER),
+        (("small",), model_agreement.OPEN),
+        (("small", "large"), model_agreement.SMALLER),
+        (("large",), model_agreement.SMALLER),
+    ],
+)
+def test_a_failure_by_a_stand_in_that_only_another_model_weighed_is_no_turn(weighed, kind):
+    by_stand_in = claim(paper="dapq", finding="toy's finding", stand_in="mass_lost", stands_in="mass lost, for scores")
+    found = Prediction("mass_lost", "answer", rho=0.9, low=0.8, high=1.0, documents=8)
+    entries = [
+        replace(
+            entry, claim=by_stand_in, predictions={("mass_lost", "answer"): found} if entry.model in weighed else {}
+        )
+        for entry in stands("holds", "", "fails")
+    ]
+    assert [name for name, mine in model_agreement.across(entries, SIZES).items() if mine] == [kind]
 
 
 def test_a_finding_of_one_model_says_nothing_across_models():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvlab import papers
@@ -16,7 +16,7 @@ LARGER = "hold on larger models and fail on smaller ones"
 SMALLER = "hold on smaller models and fail on larger ones"
 MIXED = "hold here and fail there, in no order of size"
 NONE = "fail on every model that measured them, two at least"
-OPEN = "are undecided on a model at least, or turn only where a model was asked more than another"
+OPEN = "are undecided on a model at least, or turn only where models were not measured alike"
 TURNING = (LARGER, SMALLER, MIXED)
 KINDS = (EVERY, LARGER, SMALLER, MIXED, NONE, OPEN)
 
@@ -48,7 +48,8 @@ def across(judged: Sequence[Entry], order: Sequence[Subject]) -> dict[str, list[
     A finding has the state of its weakest claim, on each model by the most thorough profile. It counts as turning from
     one model to another only if it also turns by the most thorough profile that all of them have. It has an order of
     size only if both profiles give the same one. A model that leaves it undecided does not count for or against an
-    order.
+    order. Nor does one on which it fails by a stand-in that only another model weighed. Weighed on both, the failure
+    could have become undecided.
 
     Args:
         judged: the entries of several models.
@@ -58,13 +59,27 @@ def across(judged: Sequence[Entry], order: Sequence[Subject]) -> dict[str, list[
     labels = {subject.name: subject.label for subject in order}
     for paper, mine in by_paper(judged).items():
         for name, of_models, alike in by_either(mine):
-            stands = {labels[model]: of_models[model] for model in labels if model in of_models}
+            of_models = {model: of_models[model] for model in labels if model in of_models}
+            stands = {labels[model]: state for model, state in of_models.items()}
             if len(stands) > 1:
                 kind = _kind(list(stands.values()))
+                if kind in TURNING and _kind(_weighed_alike(of_models, name, mine)) not in TURNING:
+                    kind = OPEN
                 if kind in TURNING and kind != _kind([alike[model] for model in labels if model in alike]):
                     kind = MIXED if turns_by_either(of_models, alike) else OPEN
                 sorted_out[kind].append(Finding(paper, name, stands, len(stands) == len(labels)))
     return {kind: found for kind, found in sorted_out.items() if found}
+
+
+def _weighed_alike(of_models: Mapping[str, str], name: str, mine: Sequence[Entry]) -> list[str]:
+    """The states of a finding, undecided where it fails by a stand-in that only other models weighed."""
+    by_stand_in = [entry for entry in mine if entry.claim.fact[1] == name and entry.claim.stand_in and entry.measured]
+    weighed = {entry.model for entry in by_stand_in if entry.prediction}
+    open_here = {entry.model for entry in by_stand_in} - weighed if weighed else set()
+    return [
+        papers.UNDECIDED if state == papers.FAILS and model in open_here else state
+        for model, state in of_models.items()
+    ]
 
 
 def _kind(stands: Sequence[str]) -> str:
