@@ -67,10 +67,10 @@ def test_the_report_of_kept_ledgers_is_that_of_their_store(two_kept, nowhere, ca
     assert again["run_id"].isna().all()
     pages = {path.name: path.read_text() for path in (nowhere / "page").glob("*.html")}
     assert set(pages) == {"report.html", "model-small.html", "model-large.html"}
-    assert "0.600 (0.500 to 0.700), fraction." in pages["model-large.html"]
+    assert "0.600 (0.500 to 0.700), share of the error of eviction." in pages["model-large.html"]
     assert "8B" in pages["report.html"] and "127.0.0.1" not in "".join(pages.values())
     assert all("figures and logs, are not here" in text and "Figures and runs" not in text for text in pages.values())
-    assert "with what its runs found; they were kept as data, without their figures" in pages["report.html"]
+    assert "with the numbers of its runs, without figures" in pages["report.html"]
     parsed = {name: Page(text) for name, text in pages.items()}
     for name, page in parsed.items():
         assert len(page.ids) == len(set(page.ids))

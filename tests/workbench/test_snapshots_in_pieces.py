@@ -232,9 +232,9 @@ def test_a_kept_ledger_says_of_each_figure_what_its_run_said(project, tmp_path):
     (folder / "stories" / "toy.csv").write_text("not,a,ledger\n")
     (live,), (kept,) = (evidence(judged).values() for judged in (page.measured(), snapshots.kept(folder)))
     assert kept.sentences == live.sentences and len(kept.sentences["figure_4"]) == 1
-    assert "0.600 (0.500 to 0.700), fraction." in kept.sentences["figure_4"][0]
+    assert "0.600 (0.500 to 0.700), share of the error of eviction." in kept.sentences["figure_4"][0]
     text = page.save(snapshots.kept(folder), tmp_path / "report").read_text()
-    assert text.count("0.600 (0.500 to 0.700), fraction.") == 3, "in short, at the claim and at the run"
+    assert text.count("0.600 (0.500 to 0.700), share of the error of eviction.") == 3, "in short, at the claim and at the run"
 
 
 # ---------------------------------------------------------------- experiments that no claim rests on

@@ -162,7 +162,7 @@ def test_an_experiment_is_one_of_training_runs_and_says_what_it_is_about(project
     client.set_experiment_tag(old, "mlflow.note.content", "my own words")
     database.experiment_id(client, EXPERIMENT)
     assert client.get_experiment(old).tags["mlflow.note.content"] == "my own words"
-    for name, about in (("eval", "What `kvlab eval` logged"), ("mine", "")):
+    for name, about in (("eval", "Results of `kvlab eval`"), ("mine", "")):
         made = client.get_experiment(database.experiment_id(client, name)).tags
         assert made["mlflow.experimentKind"] == "custom_model_development"
         assert made.get("mlflow.note.content", "").startswith(about)
