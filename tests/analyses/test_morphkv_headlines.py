@@ -100,7 +100,7 @@ def test_figure_9_by_the_logs():
     assert {name: verdict(name) for name in ("figure9.snapkv", "figure9.morphkv", "figure9b.logged_half")} == {
         "figure9.snapkv": "fails",
         "figure9.morphkv": "fails",
-        "figure9b.logged_half": "fails",
+        "figure9b.logged_half": "holds in direction only",
     }
     assert [round(total[method], 2) for method in total] == [0.41, 0.17], "the printed 0.42 and 0.15 are neither"
     savings = [1 - part["morphkv"].sum() / part["snapkv"].sum() for _, part in table.groupby("model")]

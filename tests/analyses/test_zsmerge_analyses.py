@@ -122,9 +122,7 @@ def test_the_papers_yardstick_is_what_it_prints():
     assert yardstick == pytest.approx({"decay": 0.02 / 0.06, "window": 0.02 / 0.06})
     claims = [claim for claim in papers.claims(experiment="zsmerge_sensitivity") if "robust" in claim.id]
     assert len(claims) == 2
-    assert all(
-        claim.paper_value == pytest.approx(yardstick[claim.metric.rpartition("/")[2]], abs=1e-3) for claim in claims
-    )
+    assert all(claim.paper_value is None for claim in claims), "the paper does not print it"
 
 
 def test_the_default_sweeps_give_what_the_claims_ask_for():

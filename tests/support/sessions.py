@@ -28,7 +28,7 @@ UNFIT = {
     "gpt2": (
         lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64)),
         r"GPT2LMHeadModel can be hooked \(layer 0 is a GPT2Attention with c_attn and c_proj\): kvlab hooks "
-        r"attention that .* has a q_proj or a qkv_proj",
+        r"attention through .* with a q_proj or qkv_proj",
     ),
 }
 

@@ -234,7 +234,8 @@ def test_a_kept_ledger_says_of_each_figure_what_its_run_said(project, tmp_path):
     assert kept.sentences == live.sentences and len(kept.sentences["figure_4"]) == 1
     assert "0.600 (0.500 to 0.700), share of the error of eviction." in kept.sentences["figure_4"][0]
     text = page.save(snapshots.kept(folder), tmp_path / "report").read_text()
-    assert text.count("0.600 (0.500 to 0.700), share of the error of eviction.") == 3, "in short, at the claim and at the run"
+    said = "0.600 (0.500 to 0.700), share of the error of eviction."
+    assert text.count(said) == 3, "in short, at the claim and at the run"
 
 
 # ---------------------------------------------------------------- experiments that no claim rests on
