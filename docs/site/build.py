@@ -59,8 +59,8 @@ NAMES = {
             "methods._base.needs.Draft",
         ),
         *("methods._base.repeating.Repetition", "methods._base.repeating.Part", "methods._base.prompt.Asks"),
-        *("methods._base.policy.Budget", "methods.Paper", "core.ranking.top_positions", "core.ranking.with_last"),
-        *("methods.share_out",),
+        *("methods._base.policy.Budget", "methods.Paper", "methods.share_out"),
+        *("core.ranking.top_positions", "core.ranking.with_last"),
     ],
     "Tasks, and what they are made of": [
         *("tasks.task", "tasks.tasks", "tasks.base.Task", "tasks.base.Example", "tasks.base.Turn"),

@@ -65,7 +65,6 @@ def _claims() -> list[dict[str, Any]]:
     return [
         {
             "name": claim.id,
-            "summary": claim.summary,
             **claim.model_dump(mode="json"),
             "measured": claim.experiment is not None,
             "finding": claim.fact[1] if claim.kind in SAMPLED else "",

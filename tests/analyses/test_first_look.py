@@ -80,7 +80,7 @@ def test_the_story_of_the_first_picture_follows_from_the_replays(results):
     heads = {(layer, head): lost[layer, head].mean() for layer in range(len(lost)) for head in range(lost.shape[1])}
     (layer, head), most = max(heads.items(), key=lambda item: item[1])
     tenth = sum(sorted(heads.values())[-max(1, len(heads) // 10) :]) / sum(heads.values())
-    along, where, who, *_ = counted(first_look.story(streaming, results))
+    along, where, who, _, _, _ = counted(first_look.story(streaming, results))
     assert along.startswith(f"streamingllm loses {lost.mean():.1%} of the response's attention")
     assert f"worst tenth of the heads has {tenth:.0%}" in where and where.endswith(
         f"head {head} of layer {layer} loses {most:.0%} of its own."
@@ -96,7 +96,7 @@ def test_the_story_of_two_policies_follows_from_their_layers(results):
     (streaming, h2o) = results
     left, right = (one.mass_lost.mean((1, 2)).tolist() for one in results)
     found = exploring.lost_by_layer([streaming, h2o])
-    means, layers, *_ = counted(exploring.story(found, "streamingllm", "h2o"))
+    means, layers, _, _, _ = counted(exploring.story(found, "streamingllm", "h2o"))
     lower = sum(b < a for a, b in zip(left, right, strict=True))
     assert means.endswith(f"h2o loses less in {lower} of {len(left)} layers.")
     assert f"most in layer {left.index(max(left))} ({max(left):.0%})" in layers
