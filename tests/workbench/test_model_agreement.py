@@ -9,7 +9,7 @@ from support.toy_claims import claim
 
 from kvlab import papers
 from kvlab.papers.stand_ins import Prediction
-from kvlab.workbench.report import model_agreement
+from kvlab.workbench.report import model_agreement, paper_summary
 from kvlab.workbench.report.ledger import Entry
 from kvlab.workbench.report.ledger_models import Subject
 from kvlab.workbench.report.provenance import Origin
@@ -71,6 +71,8 @@ def test_a_failure_by_a_stand_in_that_only_another_model_weighed_is_no_turn(weig
         for entry in stands("holds", "", "fails")
     ]
     assert [name for name, mine in model_agreement.across(entries, SIZES).items() if mine] == [kind]
+    turning = "These hold on some models and fail on others: toy's finding." in paper_summary.digest(entries, SIZES[::2])
+    assert turning is (kind != model_agreement.OPEN), "a paper's summary and the lists across models agree"
 
 
 def test_a_finding_of_one_model_says_nothing_across_models():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvlab import papers
 from kvlab.render.phrases import listed
 from kvlab.workbench.report.ledger import HOLDING, Entry, by_paper, turns, turns_by_either
 from kvlab.workbench.report.ledger_models import Subject
-from kvlab.workbench.report.paper_summary import by_either
+from kvlab.workbench.report.paper_summary import by_either, weighed_alike
 
 EVERY = "hold on every model that measured them, two at least, and at least in direction"
 LARGER = "hold on larger models and fail on smaller ones"
@@ -63,23 +63,12 @@ def across(judged: Sequence[Entry], order: Sequence[Subject]) -> dict[str, list[
             stands = {labels[model]: state for model, state in of_models.items()}
             if len(stands) > 1:
                 kind = _kind(list(stands.values()))
-                if kind in TURNING and _kind(_weighed_alike(of_models, name, mine)) not in TURNING:
+                if kind in TURNING and not turns(weighed_alike(of_models, name, mine).values()):
                     kind = OPEN
                 if kind in TURNING and kind != _kind([alike[model] for model in labels if model in alike]):
                     kind = MIXED if turns_by_either(of_models, alike) else OPEN
                 sorted_out[kind].append(Finding(paper, name, stands, len(stands) == len(labels)))
     return {kind: found for kind, found in sorted_out.items() if found}
-
-
-def _weighed_alike(of_models: Mapping[str, str], name: str, mine: Sequence[Entry]) -> list[str]:
-    """The states of a finding, undecided where it fails by a stand-in that only other models weighed."""
-    by_stand_in = [entry for entry in mine if entry.claim.fact[1] == name and entry.claim.stand_in and entry.measured]
-    weighed = {entry.model for entry in by_stand_in if entry.prediction}
-    open_here = {entry.model for entry in by_stand_in} - weighed if weighed else set()
-    return [
-        papers.UNDECIDED if state == papers.FAILS and model in open_here else state
-        for model, state in of_models.items()
-    ]
 
 
 def _kind(stands: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvlab import papers
 from kvlab.render.phrases import listed, plural
@@ -48,6 +48,19 @@ def by_either(of_paper: Sequence[Entry]) -> list[tuple[str, dict[str, str], dict
     return [(*shown, same) for shown, (_, same) in zip(standings(of_paper), alike, strict=True)]
 
 
+def weighed_alike(of_models: Mapping[str, str], name: str, of_paper: Sequence[Entry]) -> dict[str, str]:
+    """The states of a finding by model, undecided where it fails by a stand-in that only other models weighed."""
+    by_stand_in = [
+        entry for entry in of_paper if entry.claim.fact[1] == name and entry.claim.stand_in and entry.measured
+    ]
+    weighed = {entry.model for entry in by_stand_in if entry.prediction}
+    open_here = {entry.model for entry in by_stand_in} - weighed if weighed else set()
+    return {
+        model: papers.UNDECIDED if state == papers.FAILS and model in open_here else state
+        for model, state in of_models.items()
+    }
+
+
 def digest(of_paper: Sequence[Entry], order: Sequence[Subject], says: str = "") -> list[str]:
     """The sentences on one paper, at most five; those with nothing to say are left out.
 
@@ -69,7 +82,7 @@ def digest(of_paper: Sequence[Entry], order: Sequence[Subject], says: str = "") 
     either = by_either(of_paper)
     found = [(name, shown) for name, shown, _ in either]
     measured = [standing for standing in found if standing[1]]
-    turning = [name for name, shown, alike in either if turns_by_either(shown, alike)]
+    turning = [name for name, shown, alike in either if turns_by_either(weighed_alike(shown, name, of_paper), alike)]
     sentences = [
         says,
         *(
