@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvlab.errors import KvlabError
+from kvlab.workbench.experiments.parameter_values import listed, texts
 
 # Parameters whose numbers are budgets of every policy that other parameters name.
 BUDGETS = ("budget", "budgets")
@@ -41,16 +42,12 @@ def check(parameters: Mapping[str, Any], usual: Mapping[str, Any], where: str) -
 
 def _asked(parameters: Mapping[str, Any]) -> Iterator[tuple[str, str, int | float]]:
     """Parameter, name of a policy or of anything else, and number, for all that may be a policy's budget."""
-    texts = [text for value in parameters.values() for text in _listed(value) if isinstance(text, str)]
+    named = [text for value in parameters.values() for text in texts(value)]
     for place, value in parameters.items():
         if isinstance(value, Mapping):
-            pairs = [(name, number) for name, numbers in value.items() for number in _listed(numbers)]
+            pairs = [(name, number) for name, numbers in value.items() for number in listed(numbers)]
         else:
-            pairs = [(name, number) for name in texts for number in _listed(value)] if place in BUDGETS else []
+            pairs = [(name, number) for name in named for number in listed(value)] if place in BUDGETS else []
         for name, number in pairs:
             if isinstance(number, int | float) and not isinstance(number, bool):
                 yield place, name, number
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]

@@ -33,7 +33,7 @@ from kvlab.lib.workspace import workspace
 from kvlab.workbench import project
 from kvlab.workbench.experiments import content_key, shipped
 from kvlab.workbench.experiments.notebooks import parameters_of
-from kvlab.workbench.experiments.parameter_values import checked, read, short
+from kvlab.workbench.experiments.parameter_values import checked, listed, read, short
 
 MOST = 10_000  # jobs of an experiment
 PROFILES = ("quick", "full", "gpu")
@@ -290,7 +290,7 @@ def _within(name: str, value: Any, default: Any, experiment: Experiment, paramet
 
 
 def _numbers(value: Any) -> list[int | float]:
-    return [number for number in (value if isinstance(value, list) else [value]) if _is_number(number)]
+    return [number for number in listed(value) if _is_number(number)]
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:

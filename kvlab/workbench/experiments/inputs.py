@@ -9,6 +9,7 @@ from typing import Any
 from kvlab.errors import KvlabError, nearest
 from kvlab.lib.files import expanded
 from kvlab.workbench.experiments import content_key
+from kvlab.workbench.experiments.parameter_values import texts
 
 
 def prepare(parameters: Iterable[Mapping[str, Any]]) -> None:
@@ -19,17 +20,12 @@ def prepare(parameters: Iterable[Mapping[str, Any]]) -> None:
     models: set[str] = set()
     documents: set[str] = set()
     for values in parameters:
-        models.update(_texts(values.get("model")))
-        documents.update(_texts(values.get("document")), _texts(values.get("documents")))
+        models.update(texts(values.get("model")))
+        documents.update(texts(values.get("document")), texts(values.get("documents")))
     for name in sorted(models):
         _model(name)
     for name in sorted(documents):
         _document(name)
-
-
-def _texts(value: Any) -> list[str]:
-    values = value if isinstance(value, list) else [value]
-    return [text for text in values if isinstance(text, str)]
 
 
 def _model(name: str) -> None:

@@ -79,6 +79,16 @@ def _type_name(default: Any) -> str:
     return names.get(type(default), type(default).__name__)
 
 
+def listed(value: Any) -> list[Any]:
+    """The entries of a parameter that may be a list or its only entry."""
+    return value if isinstance(value, list) else [value]
+
+
+def texts(value: Any) -> list[str]:
+    """The texts of a parameter that may be a list of them or one."""
+    return [text for text in listed(value) if isinstance(text, str)]
+
+
 def plain(value: Any, label: str = "value") -> Any:
     """`value` in plain JSON types: papermill turns tuples into strings and refuses numpy numbers and paths."""
     if value is None or isinstance(value, bool):

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvlab.errors import KvlabError
 from kvlab.lib import policy_names
+from kvlab.workbench.experiments.parameter_values import texts
 
 PLACES = ("policy", "policies")
 """Parameters that name policies, and nothing else."""
@@ -24,8 +25,8 @@ def check(parameters: Mapping[str, Any], usual: Mapping[str, Any], where: str) -
         (place, name)
         for place in PLACES
         if parameters.get(place) != usual.get(place)
-        for name in _texts(parameters[place])
-        if name not in _texts(usual.get(place))
+        for name in texts(parameters[place])
+        if name not in texts(usual.get(place))
     ]
     if not asked:
         return
@@ -37,7 +38,3 @@ def check(parameters: Mapping[str, Any], usual: Mapping[str, Any], where: str) -
     for place, name in asked:
         if name not in known:
             raise KvlabError(f"parameter {place!r} of {where}: {policy_names.unknown(name, registry())}")
-
-
-def _texts(value: Any) -> list[str]:
-    return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]

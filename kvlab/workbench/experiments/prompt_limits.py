@@ -12,6 +12,7 @@ from kvlab.errors import KvlabError
 from kvlab.inputs import corpus
 from kvlab.lib.files import parsed
 from kvlab.workbench.experiments import content_key
+from kvlab.workbench.experiments.parameter_values import listed
 
 # Parameters that say how many tokens a prompt has, alone or in a mapping together with `new_tokens`.
 PROMPTS = ("tokens", "length", "shorter", "longest", "prompt_tokens")
@@ -41,8 +42,7 @@ def check(parameters: Mapping[str, Any], where: str) -> None:
             )
     wanted = max((value for name in CUTS if _is_count(value := parameters.get(name))), default=0)
     documents = parameters.get("documents", parameters.get("document"))
-    listed = documents if isinstance(documents, list) else [documents]
-    for name in corpus.named(listed) if listed else ():
+    for name in corpus.named(listed(documents)):
         if isinstance(name, str) and (held := _tokens(name, folder)) + AROUND < wanted:
             raise KvlabError(f"{where} asks for prompts of {wanted:,} tokens, and the document {name} has {held:,}")
 
