@@ -96,24 +96,41 @@ class AttentionMatching(Scorer):
             values: `[length, head_dim]`.
             stays: positions that are kept, `[kept]`.
         """
+        largest = logits.amax(-1, keepdim=True)
+        sums = (logits - largest).exp_().sum(-1)
+        output = softmax.shares(logits) @ values.float()
         # On the CPU, since not every GPU has float64.
-        exact, own, device = logits.cpu().double(), softmax.to("cpu"), values.device
-        some = exact[..., stays.cpu()]
-        largest = exact.amax(-1, keepdim=True)
-        sums = (exact - largest).exp().sum(-1).flatten()
-        bias = self._weights((some - largest).exp().flatten(0, 1), sums).log()
-        weights = own.shares(some + bias).flatten(0, 1)
-        output = own.shares(exact).flatten(0, 1) @ values.cpu().double()
-        return bias.float().to(device), torch.linalg.lstsq(weights, output).solution.float().to(device)
+        some, own = logits[..., stays].cpu().double(), softmax.to("cpu")
+        raised = (some - largest.cpu()).exp()
+        bias = self._weights(raised.flatten(0, 1), sums.cpu().double().flatten()).log()
+        weights = own.shares(some + bias)
+        fitted = torch.linalg.lstsq(*_reduced(weights.flatten(0, 1), output.cpu().double().flatten(0, 1))).solution
+        return bias.float().to(values.device), fitted.float().to(values.device)
 
     def _weights(self, raised: Tensor, total: Tensor) -> Tensor:
         """Weights `[kept]` within the bounds for which `raised` `[n, kept]` times them is close to `total` `[n]`."""
         low, high = math.exp(-self.bound), math.exp(self.bound)
-        weights = torch.linalg.lstsq(raised, total[:, None]).solution[:, 0].clamp(low, high)
+        raised, total = _reduced(raised, total[:, None])
+        weights = torch.linalg.lstsq(raised, total).solution.clamp(low, high)
         size = torch.linalg.matrix_norm(raised, 2).square()
         for _ in range(self.iterations):
             weights = (weights - raised.T @ (raised @ weights - total) / size).clamp(low, high)
-        return weights
+        return weights[:, 0]
 
     def bias(self, store: LayerStore) -> Tensor | None:
         return store.column(BIAS) if store.has_column(BIAS) else None
+
+
+def _reduced(matrix: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A least-squares problem with the same solution and gradient, of at most as many equations as unknowns.
+
+    The pivoted factorisation inside `lstsq` and the singular values of `matrix_norm` take most of a fit's time on the
+    tall original. A plain QR of both sides is one fast pass.
+
+    Args:
+        matrix: `[equations, unknowns]`.
+        target: `[equations, columns]`.
+    """
+    unknowns = matrix.shape[1]
+    r = torch.linalg.qr(torch.cat([matrix, target], 1), mode="r").R[:unknowns]
+    return r[:, :unknowns], r[:, unknowns:]
