@@ -165,7 +165,33 @@ def _others(paper: str, shown: Container[str], rows: Mapping[str, Mapping[str, E
         f"The experiments {measuring} measure this paper's claims. `kvlab list claims --paper {paper} --json` names "
         "each claim's experiment and tests. `kvlab run NAME --model MODEL --profile full` runs one again."
     )
-    return f"{how}\n\n{_claims([name for name in mine if name not in shown], rows, weighed)}"
+    measured = [entry for name in mine for entry in rows[name].values() if entry.measured]
+    labels = {entry.model: label for name in mine for label, entry in rows[name].items()}
+    parts = [
+        f"{how} {_profiles(measured, labels)}",
+        _claims([each for each in mine if each not in shown], rows, weighed),
+    ]
+    return "\n\n".join(parts)
+
+
+def _profiles(measured: Sequence[Entry], labels: Mapping[str, str]) -> str:
+    """Which of a paper's numbers are of the full profile, by model and experiment."""
+    full: dict[str, set[str]] = {}
+    quick: dict[str, set[str]] = {}
+    for entry in measured:
+        if entry.claim.kind not in OF_THE_PAPER:
+            of_profile = full if entry.origin.profile == "full" else quick
+            of_profile.setdefault(entry.model, set()).add(entry.claim.experiment or "")
+    parts = []
+    for model, label in labels.items():
+        if model in full:
+            others = quick.get(model, set())
+            rest = [f"`{name}`" for name in sorted(others - full[model])]
+            rest += [f"a part of `{name}`" for name in sorted(others & full[model])]
+            parts.append(f"on {label} all{f' but {listed(rest)}' if rest else ''}")
+    if not parts:
+        return "All numbers are of the quick profile."
+    return f"Of the full profile are: {'; '.join(parts)}. All other numbers are of the quick profile."
 
 
 def without_model(claim: papers.Claim) -> bool:
