@@ -145,8 +145,9 @@ def _compressed(run: Run) -> tuple[LayerStore, Prompt]:
 
 def _entries(run: Run, store: LayerStore, budget: int) -> int | float:
     """`Replay.entries`, of a store that the policy has compressed."""
-    needs, prompt = run.policy.needs, run.trace.prompt_length
-    if not needs.chooses or (run.policy.asked is not None and (needs.steps or run.policy.fits(prompt))):
+    needs = run.policy.needs
+    evicts_later = needs.steps and not run.policy.fits(run.trace.prompt_length)
+    if not needs.chooses or (run.policy.asked is not None and evicts_later):
         return budget
     mean = float(store.counts.float().mean())
     return int(mean) if mean.is_integer() else mean

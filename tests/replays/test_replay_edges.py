@@ -67,6 +67,12 @@ def test_every_table_has_the_budget_as_given_and_beside_it_what_it_came_to():
             assert list(table.columns[:3]) == ["policy", "budget", "entries"], name
 
 
+@pytest.mark.parametrize("name", ["full", "snapkv", "streamingllm", "morphkv", "zsmerge", "adakv"])
+def test_of_a_prompt_within_the_budget_the_entries_are_the_prompts(name):
+    result = kvlab.replay(trace(), [name], budgets=[PROMPT + 9])
+    assert result.summary.entries.tolist() == [PROMPT] == [result[name].kept(0).shape[1]]
+
+
 def test_summaries_read_well_in_a_terminal_of_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     table = kvlab.replay(trace(), ["streamingllm", "scissorhands", "full"], budgets=[12, 0.5, 16]).summary

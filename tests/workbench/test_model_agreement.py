@@ -71,7 +71,9 @@ def test_a_failure_by_a_stand_in_that_only_another_model_weighed_is_no_turn(weig
         for entry in stands("holds", "", "fails")
     ]
     assert [name for name, mine in model_agreement.across(entries, SIZES).items() if mine] == [kind]
-    turning = "These hold on some models and fail on others: toy's finding." in paper_summary.digest(entries, SIZES[::2])
+    turning = "These hold on some models and fail on others: toy's finding." in paper_summary.digest(
+        entries, SIZES[::2]
+    )
     assert turning is (kind != model_agreement.OPEN), "a paper's summary and the lists across models agree"
 
 
