@@ -145,9 +145,10 @@ def _compressed(run: Run) -> tuple[LayerStore, Prompt]:
 
 def _entries(run: Run, store: LayerStore, budget: int) -> int | float:
     """`Replay.entries`, of a store that the policy has compressed."""
-    needs = run.policy.needs
-    evicts_later = needs.steps and not run.policy.fits(run.trace.prompt_length)
-    if not needs.chooses or (run.policy.asked is not None and evicts_later):
+    needs, bounded = run.policy.needs, run.policy.asked is not None
+    if bounded and run.policy.fits(run.trace.prompt_length):
+        return run.trace.prompt_length
+    if not needs.chooses or (bounded and needs.steps):
         return budget
     mean = float(store.counts.float().mean())
     return int(mean) if mean.is_integer() else mean

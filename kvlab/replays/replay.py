@@ -33,8 +33,8 @@ class Replay:
         trace, policy, storage, probes: what was replayed. Tensors have the trace's layers, one behind the other. Tables
             and parameters give a layer's number in the model.
         budget: entries for each layer and KV head that the policy's budget came to.
-        entries: entries kept after the prefill, on average over layers and KV heads. This is for a policy that evicts
-            only then, has no budget, or has one that the prompt does not exceed; for others it is the budget.
+        entries: entries kept after the prefill, on average over layers and KV heads. For a policy that evicts while it
+            decodes or selects, it is the budget, or the prompt's length where that is within the budget.
         k: the size of the top that the recalls ask for.
         raised: whether a fractional budget had to be raised to what the method needs.
         records: numbers of the probes.
