@@ -165,30 +165,24 @@ def _others(paper: str, shown: Container[str], rows: Mapping[str, Mapping[str, E
         f"The experiments {measuring} measure this paper's claims. `kvlab list claims --paper {paper} --json` names "
         "each claim's experiment and tests. `kvlab run NAME --model MODEL --profile full` runs one again."
     )
-    measured = [entry for name in mine for entry in rows[name].values() if entry.measured]
-    labels = {entry.model: label for name in mine for label, entry in rows[name].items()}
-    parts = [
-        f"{how} {_profiles(measured, labels)}",
-        _claims([each for each in mine if each not in shown], rows, weighed),
-    ]
-    return "\n\n".join(parts)
+    others = _claims([name for name in mine if name not in shown], rows, weighed)
+    return f"{how} {_profiles([rows[name] for name in mine])}\n\n{others}"
 
 
-def _profiles(measured: Sequence[Entry], labels: Mapping[str, str]) -> str:
+def _profiles(of_paper: Iterable[Mapping[str, Entry]]) -> str:
     """Which of a paper's numbers are of the full profile, by model and experiment."""
     full: dict[str, set[str]] = {}
     quick: dict[str, set[str]] = {}
-    for entry in measured:
-        if entry.claim.kind not in OF_THE_PAPER:
-            of_profile = full if entry.origin.profile == "full" else quick
-            of_profile.setdefault(entry.model, set()).add(entry.claim.experiment or "")
+    for of_models in of_paper:
+        for label, entry in of_models.items():
+            if entry.measured and not without_model(entry.claim):
+                of_profile = full if entry.origin.profile == "full" else quick
+                of_profile.setdefault(label, set()).add(f"`{entry.claim.experiment}`")
     parts = []
-    for model, label in labels.items():
-        if model in full:
-            others = quick.get(model, set())
-            rest = [f"`{name}`" for name in sorted(others - full[model])]
-            rest += [f"a part of `{name}`" for name in sorted(others & full[model])]
-            parts.append(f"on {label} all{f' but {listed(rest)}' if rest else ''}")
+    for label, names in full.items():
+        others = quick.get(label, set())
+        rest = [*sorted(others - names), *(f"a part of {name}" for name in sorted(others & names))]
+        parts.append(f"on {label} all{f' but {listed(rest)}' if rest else ''}")
     if not parts:
         return "All numbers are of the quick profile."
     return f"Of the full profile are: {'; '.join(parts)}. All other numbers are of the quick profile."
