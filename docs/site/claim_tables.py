@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvlab import papers
 from kvlab.render.phrases import listed, number
@@ -30,18 +31,36 @@ OF_THE_PAPER = ("recomputed", "example")
 """Kinds of claims that no model changes."""
 DAGGER = "†"
 OTHERS = (
-    f"{DAGGER} Another number of the claim decides, alone or with this one. `kvlab report --from docs/ledger` names it "
-    "under *The comparison*."
+    f"{DAGGER} Another number of the claim decides, alone or with this one. A table below has it where the claim fails "
+    "or is undecided. `kvlab report --from docs/ledger` has all, under *The comparison*."
 )
 UNWEIGHED = "‡"
 NOT_WEIGHED = (
     f"{UNWEIGHED} Nobody has measured on this model whether the measure predicts answers. So the verdict cannot be "
     "weakened by that."
 )
-MISSED = (f"claim with {DAGGER} that fails", "on", "by (asked to exceed 0, if nothing else is said)")
-DIRECTION = re.compile(r"Direction missed: (.*?)(?:\. [A-Z]|\.?$)", re.DOTALL)
-"""The part of a reason that names the numbers that missed the test of direction."""
-METRIC, CODE = re.compile(r"^(\S+)( = )"), r"`\1`\2"
+BY_GENRE, FLIPS = "§", "¶"
+MARKS = {
+    UNWEIGHED: NOT_WEIGHED,
+    BY_GENRE: f"{BY_GENRE} Undecided if the documents of one kind of text count as one.",
+    FLIPS: f"{FLIPS} The quick profile gave another verdict with another seed or with other texts.",
+}
+"""What marks in a cell mean."""
+LACKING = ("claim", "not measured on", "because")
+FULL_PROFILE = "Only the full profile measures it, and that has not run there."
+NO_NUMBER = "No kept run has this number."
+DECIDING = ("claim", "on", "verdict", "by which numbers (asked to exceed 0, if nothing else is said)")
+REASONS = {
+    papers.FAILS: re.compile(r"Direction missed: (.*?)(?:\. [A-Z]|\.?$)", re.DOTALL),
+    papers.UNDECIDED: re.compile(r"Undecided: (.*?)(?:, where the direction turns|\. [A-Z]|\.?$)", re.DOTALL),
+    papers.DIRECTION: re.compile(r"Size missed: (.*?)(?:\. [A-Z]|\.?$)", re.DOTALL),
+}
+"""The part of a reason that names the numbers that decide, by verdict."""
+NUMBERS = (
+    (re.compile(r"^(\S+)( = )"), r"`\1`\2"),
+    (re.compile(r"^the interval \[(.*), (.*)\] of (\S+) contains"), r"`\3` from \1 to \2 contains"),
+    (re.compile(r"^the interval of ([^\s,]+), (\S+) to ([^\s,]+),"), r"`\1` from \2 to \3,"),
+)
 KINDS = {
     "question": "*A question of ours.* ",
     "control": "*A check.* ",
@@ -63,11 +82,24 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def fill(text: str, every: Sequence[Entry], order: Sequence[Subject], weighed: Container[str] = ()) -> str:
-    """A page with its tables of claims and its values as the ledgers have them.
+@dataclass(frozen=True)
+class Certainty:
+    """Measurements of how sure a verdict is.
 
-    Args:
+    Attributes:
         weighed: the labels of the models on which the worth of stand-ins was measured.
+        flips: claims, with the label of a model, whose verdict was another one with another seed or with other texts.
+    """
+
+    weighed: Container[str] = ()
+    flips: Container[tuple[str, str]] = ()
+
+    def marked(self, entry: Entry, model: str) -> str:
+        return cell(entry, model in self.weighed, (entry.claim.id, model) in self.flips)
+
+
+def fill(text: str, every: Sequence[Entry], order: Sequence[Subject], certainty: Certainty = Certainty()) -> str:
+    """A page with its tables of claims and its values as the ledgers have them.
 
     Raises:
         KeyError: a value is of a claim or of a model that is not kept.
@@ -81,10 +113,10 @@ def fill(text: str, every: Sequence[Entry], order: Sequence[Subject], weighed: C
         return f"{found[1]}{ours(rows[found[2]][found[3]].verdict)}{found[4]}"
 
     def of_section(found: re.Match[str]) -> str:
-        return f"{found[1]}\n{_claims(named(text[: found.start()], rows), rows, weighed)}\n\n{found[2]}"
+        return f"{found[1]}\n{_claims(named(text[: found.start()], rows), rows, certainty)}\n\n{found[2]}"
 
     def of_paper(found: re.Match[str]) -> str:
-        return f"{found[1]}\n{_others(found[2], shown, rows, weighed)}\n\n{found[3]}"
+        return f"{found[1]}\n{_others(found[2], shown, rows, certainty)}\n\n{found[3]}"
 
     shown = {name for mark in CLAIMS.finditer(text) for name in named(text[: mark.start()], rows)}
     return OTHER.sub(of_paper, VALUE.sub(value, CLAIMS.sub(of_section, text)))
@@ -104,7 +136,7 @@ def named(above: str, known: Iterable[str]) -> list[str]:
     )
 
 
-def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]], weighed: Container[str]) -> str:
+def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]], certainty: Certainty) -> str:
     entries = {name: rows[name] for name in names}
     first = {name: next(iter(mine.values())) for name, mine in entries.items()}
     printed = [name for name in names if without_model(first[name].claim)]
@@ -113,15 +145,16 @@ def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]], weigh
     parts = []
     if measured:
         models = list(entries[measured[0]])
-        cells = [[cell(entries[name][model], model in weighed) for model in models] for name in measured]
+        cells = [[certainty.marked(entries[name][model], model) for model in models] for name in measured]
         lines = [[_first_cell(first[name]), *mine] for name, mine in zip(measured, cells, strict=True)]
         parts.append(table([f"claim, and what {models[0]} says", *models], lines))
         if any(others_decide(first[name].claim) for name in measured):
             parts.append(OTHERS)
-        if any(UNWEIGHED in each for mine in cells for each in mine):
-            parts.append(NOT_WEIGHED)
-        if missed := [line for name in measured for line in _missed(name, entries[name])]:
-            parts.append(table(MISSED, missed))
+        parts += [note for mark, note in MARKS.items() if any(mark in each for mine in cells for each in mine)]
+        if deciding := [line for name in measured for line in _deciding(name, entries[name])]:
+            parts.append(table(DECIDING, deciding))
+        if lacking := [line for name in measured for line in _lacking(name, entries[name])]:
+            parts.append(table(LACKING, lacking))
     if printed:
         lines = [
             [
@@ -142,21 +175,49 @@ def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]], weigh
     return "\n\n".join(parts)
 
 
-def _missed(name: str, of_models: Mapping[str, Entry]) -> list[list[str]]:
-    """List the numbers that decided against a claim, if a table shows another number of it: name, model, numbers."""
-    if not others_decide(next(iter(of_models.values())).claim):
-        return []
-    failed = {label: entry for label, entry in of_models.items() if entry.verdict.verdict == papers.FAILS}
-    reasons = {label: DIRECTION.match(entry.verdict.why) for label, entry in failed.items()}
-    return [[f"`{name}`", label, _numbers(found[1])] for label, found in reasons.items() if found]
+def _deciding(name: str, of_models: Mapping[str, Entry]) -> list[list[str]]:
+    """List the numbers that decided a claim where its table does not show them: claim, model, verdict, numbers.
+
+    They are the numbers of its size where that is missed, and those of its direction where another number decides.
+    """
+    hidden = others_decide(next(iter(of_models.values())).claim)
+    lines = []
+    for label, entry in of_models.items():
+        verdict = entry.verdict.verdict
+        asked = hidden or verdict == papers.DIRECTION
+        if asked and verdict in REASONS and (found := REASONS[verdict].search(entry.verdict.why)):
+            lines.append([f"`{name}`", label, _state(entry), _numbers(found[1])])
+    return lines
+
+
+def _lacking(name: str, of_models: Mapping[str, Entry]) -> list[list[str]]:
+    """List why a claim is not measured on some models: claim, models, reason."""
+    reasons: dict[str, list[str]] = {}
+    for label, entry in of_models.items():
+        if entry.state == papers.UNMEASURED:
+            reasons.setdefault(_why_not(entry), []).append(label)
+    return [[f"`{name}`", listed(labels), why] for why, labels in reasons.items()]
+
+
+def _why_not(entry: Entry) -> str:
+    claim, why = entry.claim, entry.verdict.why
+    if why.startswith(papers.FULL_ONLY):
+        return FULL_PROFILE
+    if why.startswith("no run has measured"):
+        starts = [start for start in claim.lacking if claim.metric.startswith(start)]
+        return f"{claim.lacking[starts[0]].rstrip('.')}." if starts else NO_NUMBER
+    return f"{_short(why.partition(' (no ')[0])}."
 
 
 def _numbers(reason: str) -> str:
-    """The numbers that missed a test, each on a line, without the usual limit."""
-    return "<br>".join(METRIC.sub(CODE, each.removesuffix(", asked to exceed 0")) for each in reason.split("; "))
+    """The numbers that decided a test, each on a line, without the usual limit."""
+    lines = [each.removesuffix(", asked to exceed 0") for each in reason.split("; ")]
+    for form, shown in NUMBERS:
+        lines = [form.sub(shown, line) for line in lines]
+    return "<br>".join(lines)
 
 
-def _others(paper: str, shown: Container[str], rows: Mapping[str, Mapping[str, Entry]], weighed: Container[str]) -> str:
+def _others(paper: str, shown: Container[str], rows: Mapping[str, Mapping[str, Entry]], certainty: Certainty) -> str:
     """How the claims of a paper are measured, and a table of those that its page does not show."""
     mine = {name: next(iter(of_models.values())).claim for name, of_models in rows.items()}
     mine = {name: claim for name, claim in mine.items() if claim.paper == paper}
@@ -165,27 +226,31 @@ def _others(paper: str, shown: Container[str], rows: Mapping[str, Mapping[str, E
         f"The experiments {measuring} measure this paper's claims. `kvlab list claims --paper {paper} --json` names "
         "each claim's experiment and tests. `kvlab run NAME --model MODEL --profile full` runs one again."
     )
-    others = _claims([name for name in mine if name not in shown], rows, weighed)
+    others = _claims([name for name in mine if name not in shown], rows, certainty)
     return f"{how} {_profiles([rows[name] for name in mine])}\n\n{others}"
 
 
 def _profiles(of_paper: Iterable[Mapping[str, Entry]]) -> str:
-    """Which of a paper's numbers are of the full profile, by model and experiment."""
+    """Which of a paper's numbers are of the full profile, by model, experiment and claim."""
     full: dict[str, set[str]] = {}
-    quick: dict[str, set[str]] = {}
+    quick: dict[str, dict[str, list[str]]] = {}
     for of_models in of_paper:
         for label, entry in of_models.items():
             if entry.measured and not without_model(entry.claim):
-                of_profile = full if entry.origin.profile == "full" else quick
-                of_profile.setdefault(label, set()).add(f"`{entry.claim.experiment}`")
+                experiment = f"`{entry.claim.experiment}`"
+                if entry.origin.profile == "full":
+                    full.setdefault(label, set()).add(experiment)
+                else:
+                    quick.setdefault(label, {}).setdefault(experiment, []).append(f"`{entry.claim.id}`")
     parts = []
     for label, names in full.items():
-        others = quick.get(label, set())
-        rest = [*sorted(others - names), *(f"a part of {name}" for name in sorted(others & names))]
-        parts.append(f"on {label} all{f' but {listed(rest)}' if rest else ''}")
-    if not parts:
-        return "All numbers are of the quick profile."
-    return f"Of the full profile are: {'; '.join(parts)}. All other numbers are of the quick profile."
+        others = quick.get(label, {})
+        rest = sorted(others.keys() - names)
+        rest += [claim for name in sorted(others.keys() & names) for claim in others[name]]
+        parts.append(
+            f"On {label} all numbers{f' but those of {listed(rest)}' if rest else ''} are of the full profile."
+        )
+    return " ".join([*parts, f"All {'other ' if parts else ''}numbers are of the quick profile."])
 
 
 def without_model(claim: papers.Claim) -> bool:
@@ -203,7 +268,9 @@ def says(entry: Entry) -> str:
 
 
 def _first_cell(entry: Entry) -> str:
-    return f"`{entry.claim.id}`<br>{KINDS.get(entry.claim.kind, '')}{says(entry)}"
+    claim = entry.claim
+    prints = "" if model_trends.paper_value(claim) is None else f" The paper prints {_printed(claim)}."
+    return f"`{claim.id}`<br>{KINDS.get(claim.kind, '')}{says(entry)}{prints}"
 
 
 def _about(claim: papers.Claim) -> str:
@@ -220,17 +287,26 @@ def _printed(claim: papers.Claim) -> str:
     return number(claim.paper_value) if claim.comparable else number(None)
 
 
-def cell(entry: Entry, weighed: bool = True) -> str:
+def cell(entry: Entry, weighed: bool = True, flips: bool = False) -> str:
     """A claim's verdict and value on one model.
 
-    weighed: whether the worth of stand-ins was measured on it.
+    Args:
+        weighed: whether the worth of stand-ins was measured on it.
+        flips: whether another seed or other texts gave another verdict.
     """
     if entry.state == papers.UNMEASURED:
         return entry.state
-    tested = f" ({entry.verdict.verdict} by a weak stand-in)" if entry.weak and entry.state == papers.UNDECIDED else ""
     unweighed = entry.claim.stand_in and not weighed and entry.state != papers.UNDECIDED
-    marks = (DAGGER if others_decide(entry.claim) else "") + (UNWEIGHED if unweighed else "")
-    return f"{entry.state}{tested}{marks}<br>{ours(entry.verdict)}"
+    by_genre = entry.verdict.open_by_genre
+    marks = {DAGGER: others_decide(entry.claim), UNWEIGHED: unweighed, BY_GENRE: by_genre, FLIPS: flips}
+    return f"{_state(entry)}{''.join(mark for mark, true in marks.items() if true)}<br>{ours(entry.verdict)}"
+
+
+def _state(entry: Entry) -> str:
+    by_tests = (
+        f" ({entry.verdict.verdict} by a weak stand-in)" if entry.weak and entry.state == papers.UNDECIDED else ""
+    )
+    return f"{entry.state}{by_tests}"
 
 
 def others_decide(claim: papers.Claim) -> bool:

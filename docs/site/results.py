@@ -46,11 +46,22 @@ def pages() -> dict[Path, str]:
     made = parts()
     every = snapshots.kept(KEPT)
     order = subjects(every)
-    found, weighed = {}, stand_ins.read(KEPT)
+    certainty = claim_tables.Certainty(stand_ins.read(KEPT), _flips(stability.read(KEPT)))
+    found = {}
     for path in (ROOT / page for page in PAGES):
         text = PART.sub(lambda part: f"{part[1]}\n{made[part[2]]}\n\n{part[3]}", path.read_text(encoding="utf-8"))
-        found[path] = task_tables.fill(claim_tables.fill(text, every, order, weighed), KEPT)
+        found[path] = task_tables.fill(claim_tables.fill(text, every, order, certainty), KEPT)
     return found
+
+
+def _flips(measured: Iterable[stability.Stability]) -> set[tuple[str, str]]:
+    """The claims whose verdict is another one in another cell, each with its model."""
+    return {
+        (claim, one.model)
+        for one in measured
+        for claim, cells in one.claims.items()
+        if len({cell.verdict for cell in cells}) > 1
+    }
 
 
 def parts() -> dict[str, str]:

@@ -21,6 +21,11 @@ READ, LATER = "prompt", "context"
 MOMENTS = (READ, LATER)
 FIRST_TEXT, OTHER_TEXT = "document='sotu/1962'", "document='squad/Immune_system'"
 NONE = "–"
+SETTING = (
+    "Policies keep or read 512 entries of needles' prompts (1,000 to 4,000 tokens) and of LongBench's (up to 3,500). "
+    "On RULER they have 100 of 1,000 tokens, with two examples for each of 13 tasks. A positive difference is a loss. "
+    "It is bold where its interval excludes zero."
+)
 
 Line = Mapping[str, str]
 Scores = dict[tuple[str, str, str], Line]
@@ -205,4 +210,4 @@ def _short(kept: Path, policies: Sequence[str]) -> str:
         "RULER, %, 0.5B",
         "points below the full cache, LongBench, 0.5B",
     ]
-    return table(["policy", "", *head], rows)
+    return f"{table(['policy', '', *head], rows)}\n\n{SETTING}"

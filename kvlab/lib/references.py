@@ -108,6 +108,7 @@ PAPERS = {
         "Tian et al.",
         2026,
         "2603.11564",
+        "https://anonymous.4open.science/r/Anonymous-DapQ",
     ),
     "duoattention": Paper(
         "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads",

@@ -122,10 +122,10 @@ class Fidelities(Sequence[Fidelity]):
         With `random` and an oracle of the same budget in the table, nll_gap_closed and kl_gap_closed are added: the
         closed share of the gap between them.
         """
-        import pandas as pd
+        from kvlab.lib.summaries import Summary
 
         pairs = [(result.policy, result.summary) for result in self.results]
-        table = pd.DataFrame([{"policy": each.name, "budget": each.asked} | mean for each, mean in pairs])
+        table = Summary([{"policy": each.name, "budget": each.asked} | mean for each, mean in pairs])
         for loss in ("nll", "kl"):
             closed = gaps_closed([(each, each.asked, mean[loss]) for each, mean in pairs])
             if not all(map(math.isnan, closed)):

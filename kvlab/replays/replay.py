@@ -146,7 +146,7 @@ class Replay:
     @property
     def summary(self) -> dict[str, float]:
         """Entries, and means of every measure over layers, heads and steps; bytes are sums over layers."""
-        from kvlab.replays.summaries import Means
+        from kvlab.lib.summaries import Means
 
         means = {name: getattr(self, name).float() for name in self.measures}
         found = {name: float(values.mean()) if values.numel() else float("nan") for name, values in means.items()}

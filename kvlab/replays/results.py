@@ -85,7 +85,7 @@ class Replays(Sequence[Replay]):
         `random` and an oracle of the same budget add mass_gap_closed and error_gap_closed. These are the share of the
         way from `random` to the oracle.
         """
-        from kvlab.replays.summaries import Summary
+        from kvlab.lib.summaries import Summary
 
         rows, plain = [], all(r.storage.exact for r in self.results)
         gaps = dict.fromkeys((name for name in GAPS if any(name in each for each in self._gaps)), math.nan)

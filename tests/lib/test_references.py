@@ -44,7 +44,9 @@ def test_the_year_is_that_of_the_id_and_the_code_is_a_repository(name):
     paper = PAPERS[name]
     assert paper.arxiv and 2000 + int(paper.arxiv[:2]) == paper.year and 1 <= int(paper.arxiv[2:4]) <= 12
     assert paper.url == f"https://arxiv.org/abs/{paper.arxiv}"
-    assert paper.code is None or re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+", paper.code)
+    assert paper.code is None or re.fullmatch(
+        r"https://(github\.com/[\w.-]+|anonymous\.4open\.science/r)/[\w.-]+", paper.code
+    )
     assert re.fullmatch(r"[A-Z]\w+ (et al\.|and ([A-Z]\w+ )*[A-Z]\w+)", paper.authors)
 
 

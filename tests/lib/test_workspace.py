@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -70,6 +71,19 @@ def test_files_share_code_through_the_workspace_package(bare):
     )
     assert "hidden" not in kvlab.policies() and keep("mine", 2) == [0, 1]
     assert type(kvlab.policy("mine", budget=1)).__module__ == f"{workspace.PACKAGE}.policies.mine" in sys.modules
+
+
+def test_a_test_or_notebook_imports_shared_code_before_it_asks_for_a_policy(bare):
+    """In a process of its own, in which nothing has looked for policies yet; and without a workspace."""
+    policy(bare, "_shared.py", "hidden", cls="Shared")
+    code = "from kvlab_workspace.policies._shared import Shared; print(Shared.name)"
+
+    def run(folder):
+        environment = {name: value for name, value in os.environ.items() if name != "KVLAB_ROOT"}
+        return subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+
+    assert run(bare).stdout == "hidden\n"
+    assert "is no workspace; change into one" in run(bare.parent).stderr
 
 
 def test_a_policy_that_builds_on_kvlabs_own_may_ask_for_it_as_it_is_read(bare):

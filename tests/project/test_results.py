@@ -162,6 +162,22 @@ def test_a_dagger_marks_a_number_that_another_one_overrules(kept):
     assert text.count(claim_tables.OTHERS) == sum("†<br>" in part for part in claim_tables.MADE.findall(text)) > 0
 
 
+def test_below_a_table_stand_the_numbers_that_it_leaves_out_and_why_a_model_lacks_one(kept):
+    """RocketKV's split is undecided on Gemma by its gain over one stage; its first stage needs longer prompts there."""
+    text = (ROOT / "docs" / "disagreements" / "rocketkv.md").read_text(encoding="utf-8")
+    (entry,) = (
+        one for one in kept if one.claim.id == "rocketkv.section3_1.complementary" and one.model.startswith("gemma")
+    )
+    assert entry.state == papers.UNDECIDED and entry.verdict.low > 0, "the number of the table speaks for it"
+    low, high = re.search(r"\[(\S+), (\S+)\] of gain/output_error/split0.5_over_split1/c16", entry.verdict.why).groups()
+    number = f"`gain/output_error/split0.5_over_split1/c16` from {low} to {high} contains 0"
+    assert f"| `{entry.claim.id}` | gemma-3-270m | undecided | {number}<br>" in text
+    lacking = re.search(
+        r"^\| `rocketkv.figure4.over_snapkv` \| (.*) \| (This model's GQA groups .*) \|$", text, re.MULTILINE
+    )
+    assert lacking and lacking[1] == "gemma-3-270m and qwen2.5-coder-1.5b"
+
+
 @pytest.mark.parametrize("paper", papers.papers(), ids=lambda paper: paper.name)
 def test_a_papers_page_shows_each_of_its_claims_and_what_measures_it(paper):
     text = (ROOT / "docs" / "disagreements" / f"{paper.name}.md").read_text(encoding="utf-8")

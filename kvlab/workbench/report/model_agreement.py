@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from kvlab import papers
 from kvlab.render.phrases import listed
-from kvlab.workbench.report.ledger import HOLDING, Entry, by_paper, turns, turns_by_either
+from kvlab.workbench.report.ledger import HOLDING, Entry, by_paper, turns
 from kvlab.workbench.report.ledger_models import Subject
-from kvlab.workbench.report.paper_summary import by_either, weighed_alike
+from kvlab.workbench.report.paper_summary import by_either, turning
 
 EVERY = "hold on every model that measured them, two at least, and at least in direction"
 LARGER = "hold on larger models and fail on smaller ones"
@@ -58,15 +58,16 @@ def across(judged: Sequence[Entry], order: Sequence[Subject]) -> dict[str, list[
     sorted_out: dict[str, list[Finding]] = {kind: [] for kind in KINDS}
     labels = {subject.name: subject.label for subject in order}
     for paper, mine in by_paper(judged).items():
+        turned = turning(mine)
         for name, of_models, alike in by_either(mine):
             of_models = {model: of_models[model] for model in labels if model in of_models}
             stands = {labels[model]: state for model, state in of_models.items()}
             if len(stands) > 1:
                 kind = _kind(list(stands.values()))
-                if kind in TURNING and not turns(weighed_alike(of_models, name, mine).values()):
+                if kind in TURNING and name not in turned:
                     kind = OPEN
                 if kind in TURNING and kind != _kind([alike[model] for model in labels if model in alike]):
-                    kind = MIXED if turns_by_either(of_models, alike) else OPEN
+                    kind = MIXED
                 sorted_out[kind].append(Finding(paper, name, stands, len(stands) == len(labels)))
     return {kind: found for kind, found in sorted_out.items() if found}
 

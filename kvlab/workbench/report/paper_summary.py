@@ -40,15 +40,21 @@ def standings(of_paper: Iterable[Entry]) -> list[Standing]:
 
 
 def by_either(of_paper: Sequence[Entry]) -> list[tuple[str, dict[str, str], dict[str, str]]]:
-    """Every finding with its states on each model, as in `standings`, and again by the profile that all models have.
-
-    A finding counts as turning between models only if it does so by both (`turns_by_either`).
-    """
+    """Every finding with its states on each model, as in `standings`, and again by the profile that all models have."""
     alike = standings(entry.compared for entry in of_paper)
     return [(*shown, same) for shown, (_, same) in zip(standings(of_paper), alike, strict=True)]
 
 
-def weighed_alike(of_models: Mapping[str, str], name: str, of_paper: Sequence[Entry]) -> dict[str, str]:
+def turning(of_paper: Sequence[Entry]) -> list[str]:
+    """The findings that turn between models, by both profiles and with every stand-in weighed alike."""
+    return [
+        name
+        for name, shown, alike in by_either(of_paper)
+        if turns_by_either(_weighed_alike(shown, name, of_paper), alike)
+    ]
+
+
+def _weighed_alike(of_models: Mapping[str, str], name: str, of_paper: Sequence[Entry]) -> dict[str, str]:
     """The states of a finding by model, undecided where it fails by a stand-in that only other models weighed."""
     by_stand_in = [
         entry for entry in of_paper if entry.claim.fact[1] == name and entry.claim.stand_in and entry.measured
@@ -79,17 +85,15 @@ def digest(of_paper: Sequence[Entry], order: Sequence[Subject], says: str = "") 
         order: the models, the smallest first; none where nothing was measured.
         says: what the paper claims, in at most three sentences.
     """
-    either = by_either(of_paper)
-    found = [(name, shown) for name, shown, _ in either]
+    found = standings(of_paper)
     measured = [standing for standing in found if standing[1]]
-    turning = [name for name, shown, alike in either if turns_by_either(weighed_alike(shown, name, of_paper), alike)]
     sentences = [
         says,
         *(
             [
                 _counts(of_paper, order),
                 _everywhere(measured, order),
-                _open(measured, turning, order),
+                _open(measured, turning(of_paper), order),
                 _printed(of_paper, order),
             ]
             if measured
@@ -183,12 +187,12 @@ def _all_of(models: int) -> str:
     return "both models" if models == 2 else f"all {words.get(models, models)} models"
 
 
-def _open(measured: Iterable[Standing], turning: Sequence[str], order: Sequence[Subject]) -> str:
+def _open(measured: Iterable[Standing], turned: Sequence[str], order: Sequence[Subject]) -> str:
     """Which hold on one model and fail on another, or else which are undecided; of one model, which stay undecided."""
     if len(order) == 1:
         return _sentence(_alike(measured, "stay undecided", (papers.UNDECIDED,), order))
-    if turning:
-        return f"These hold on some models and fail on others: {_some(turning)}."
+    if turned:
+        return f"These hold on some models and fail on others: {_some(turned)}."
     undecided = [name for name, mine in measured if len(mine) > 1 and papers.UNDECIDED in mine.values()]
     if not undecided:
         return ""

@@ -1,4 +1,4 @@
-"""Summaries of replays: data that print so that a terminal of 80 columns shows what a reader needs first."""
+"""Summaries of replays and of live runs: tables that print so that 80 columns show what a reader needs first."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ FORMATS: dict[str, Callable[[float], str]] = {
     "stored_bytes": BYTES,
     "read_bytes": BYTES,
     "sink_share": SHARE,
+    "agreement": SHARE,
+    "kl": SHARE,
+    "nll": SHARE,
+    "nll_full": SHARE,
+    "perplexity_ratio": SHARE,
+    "nll_gap_closed": SHARE,
+    "kl_gap_closed": SHARE,
 }
 
 
