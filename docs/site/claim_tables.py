@@ -39,11 +39,15 @@ NOT_WEIGHED = (
     f"{UNWEIGHED} Nobody has measured on this model whether the measure predicts answers. So the verdict cannot be "
     "weakened by that."
 )
-BY_GENRE, FLIPS = "§", "¶"
+BY_GENRE, FLIPS, WITHOUT_PARTS = "§", "¶", "◇"
 MARKS = {
     UNWEIGHED: NOT_WEIGHED,
     BY_GENRE: f"{BY_GENRE} Undecided if the documents of one kind of text count as one.",
     FLIPS: f"{FLIPS} The quick profile gave another verdict with another seed or with other texts.",
+    WITHOUT_PARTS: (
+        f"{WITHOUT_PARTS} This model has no learnt tables for CompilerKV and no head scores for DuoAttention, so "
+        "neutral ones ran."
+    ),
 }
 """What marks in a cell mean."""
 LACKING = ("claim", "not measured on", "because")
@@ -61,6 +65,8 @@ NUMBERS = (
     (re.compile(r"^the interval \[(.*), (.*)\] of (\S+) contains"), r"`\3` from \1 to \2 contains"),
     (re.compile(r"^the interval of ([^\s,]+), (\S+) to ([^\s,]+),"), r"`\1` from \2 to \3,"),
 )
+PLACE = re.compile(r"^(figure|section|table|theorem|appendix)([\dA-Z].*)$")
+"""A place as a claim's name has it: "section4_2"."""
 KINDS = {
     "question": "*A question of ours.* ",
     "control": "*A check.* ",
@@ -68,6 +74,7 @@ KINDS = {
     "timing": "*A timing.* ",
 }
 """How a row begins whose claim is no finding."""
+CHECKS = [kind for kind, words in KINDS.items() if words == "*A check.* "]
 PRINTED = (
     *("printed/", "table3/", "figure9/logged/"),
     *("published/average_gap", "published/score_gap", "published/middle_less_rest"),
@@ -165,7 +172,7 @@ def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]], certa
             ]
             for name, claim, entry in ((name, first[name].claim, first[name]) for name in printed)
         ]
-        parts.append(table(["claim without a model", "the paper says", "worked out", "verdict"], lines))
+        parts.append(table(["claim without a model", "by the paper", "worked out", "verdict"], lines))
     if untested:
         lines = [
             [f"`{name}`<br>{_about(claim)}", _short(claim.untested)]
@@ -227,7 +234,25 @@ def _others(paper: str, shown: Container[str], rows: Mapping[str, Mapping[str, E
         "each claim's experiment and tests. `kvlab run NAME --model MODEL --profile full` runs one again."
     )
     others = _claims([name for name in mine if name not in shown], rows, certainty)
-    return f"{how} {_profiles([rows[name] for name in mine])}\n\n{others}"
+    return f"{how} {_profiles([rows[name] for name in mine])}\n\n{_places(mine)}\n\n{others}"
+
+
+def _places(claims: Iterable[str]) -> str:
+    """All claims of a paper by the place in it that their names have, each name without that."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(claims, key=_in_order):
+        place, _, rest = name.split(".", 1)[1].partition(".")
+        found.setdefault(place, []).append(f"`{rest or place}`")
+    return table(["all claims on", "by name"], [[PLACE.sub(_said, place), ", ".join(n)] for place, n in found.items()])
+
+
+def _in_order(name: str) -> list[tuple[str, int]]:
+    """Names with numbers in the order of their numbers: figure2 before figure10."""
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D+)(\d*)", name.split(".")[1])]
+
+
+def _said(found: re.Match[str]) -> str:
+    return f"{found[1]} {found[2].replace('_', '.')}"
 
 
 def _profiles(of_paper: Iterable[Mapping[str, Entry]]) -> str:
@@ -269,7 +294,8 @@ def says(entry: Entry) -> str:
 
 def _first_cell(entry: Entry) -> str:
     claim = entry.claim
-    prints = "" if model_trends.paper_value(claim) is None else f" The paper prints {_printed(claim)}."
+    printed = claim.kind not in CHECKS and model_trends.paper_value(claim) is not None
+    prints = f" By the paper: {_printed(claim)}." if printed else ""
     return f"`{claim.id}`<br>{KINDS.get(claim.kind, '')}{says(entry)}{prints}"
 
 
@@ -298,7 +324,13 @@ def cell(entry: Entry, weighed: bool = True, flips: bool = False) -> str:
         return entry.state
     unweighed = entry.claim.stand_in and not weighed and entry.state != papers.UNDECIDED
     by_genre = entry.verdict.open_by_genre
-    marks = {DAGGER: others_decide(entry.claim), UNWEIGHED: unweighed, BY_GENRE: by_genre, FLIPS: flips}
+    marks = {
+        DAGGER: others_decide(entry.claim),
+        UNWEIGHED: unweighed,
+        BY_GENRE: by_genre,
+        FLIPS: flips,
+        WITHOUT_PARTS: bool(entry.origin.remarks),
+    }
     return f"{_state(entry)}{''.join(mark for mark, true in marks.items() if true)}<br>{ours(entry.verdict)}"
 
 

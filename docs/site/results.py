@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -21,6 +21,7 @@ from kvlab import papers
 from kvlab.inputs.models import DEFAULT
 from kvlab.papers.claim import StandIn
 from kvlab.papers.stand_ins import Prediction, Predictions, outcome_of
+from kvlab.render.phrases import listed
 from kvlab.render.sentences import sentence
 from kvlab.workbench.report import model_agreement, model_trends, snapshots, stability, stand_ins
 from kvlab.workbench.report.ledger import HOLDING, STATES, Entry, Tally, by_model, by_paper
@@ -189,9 +190,20 @@ def _papers(every: Sequence[Entry]) -> str:
         if source is not None:
             code = f"[code]({source.code})" if source.code else "no public code"
             links += f" ([arXiv]({source.url}), {code})"
+        links += _without_parts(mine, paper.quoted)
         measured = weakest(mine, named[DEFAULT], paper.quoted)
         rows.append([links, *(counted[state] for state in papers.VERDICTS), _said(measured[0]) if measured else UNSEEN])
     return _table(["quoted findings of", *papers.VERDICTS, f"the first of them, on `{DEFAULT}`"], rows)
+
+
+def _without_parts(of_paper: Sequence[Entry], quoted: Container[str]) -> str:
+    """Say on which models the quoted findings ran without parts of the method that were never measured there."""
+    models: dict[str, list[str]] = {}
+    for entry in of_paper:
+        if entry.claim.finding in quoted:
+            for remark in entry.origin.remarks:
+                models.setdefault(remark, []).append(entry.model)
+    return "".join(f"; {remark} on {listed(list(dict.fromkeys(of)))}" for remark, of in models.items())
 
 
 def _timings(default: Sequence[Entry]) -> str:

@@ -42,6 +42,7 @@ def test_rulers_leads_by_hand(found):
     assert metrics["printed/ruler/lead/Llama3.1-8B/96000/1024"] == pytest.approx(76.3 - 33.5)
     assert metrics["printed/ruler/lead/Mistral-7B-v0.2/32000/512"] == pytest.approx(59.0)
     assert metrics["printed/ruler/wider"] == pytest.approx((3 * 3 + 1) / 15)
+    assert metrics["printed/ruler/wider_in_the_mean"] == 1
     assert "printed/ruler/lead/Llama3.1-8B/16000/2048" not in metrics, "table 4 ends there in our copy"
     assert metrics["printed/ruler/behind/sparq/LongChat-7B-v1.5/8000/1024"] == pytest.approx(80.3 - 79.9)
 
@@ -96,6 +97,7 @@ def test_what_the_paper_says_is_judged_on_what_it_prints(found):
     assert {name.removeprefix("rocketkv.") for name, verdict in verdicts.items() if verdict == "holds"} == {
         "figure12.printed_needles",
         "section5.printed_low_budgets",
+        "section4_2.printed_longer_is_wider",
         "section4_2.printed_snapkv_needles",
         "section4_2.printed_sparq_on_mistral",
     }

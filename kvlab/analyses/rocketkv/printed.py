@@ -23,6 +23,7 @@ LOSS = "printed/ruler/loss/{model}/{length}/{budget}"
 LOSS_GROWS = "printed/ruler/loss_grows"
 LEAD = "printed/ruler/lead/{model}/{length}/{budget}"
 WIDER = "printed/ruler/wider"
+WIDER_IN_THE_MEAN = "printed/ruler/wider_in_the_mean"
 SMALLER = ("Mistral-7B-v0.2", "LongChat-7B-v1.5")
 """The models on which section 4.2 says how much SnapKV loses on needles."""
 TIGHT = 512
@@ -49,7 +50,7 @@ def findings() -> Findings:
           models.
         - `printed/ruler/lead/Llama3.1-8B/96000/256`: the lead over the best rival.
         - `printed/ruler/wider`: the share of models and budgets at which that lead is larger at the longest printed
-          sequence than at the shortest.
+          sequence than at the shortest. `wider_in_the_mean`: the share of models at which the mean over budgets is.
         - `printed/ruler/loss/Llama3.1-8B/16000/256`: the loss against the full cache.
         - `printed/ruler/loss_grows`: the share of steps from one printed length to the next at which that loss becomes
           larger. The steps are those of all models and budgets.
@@ -149,4 +150,6 @@ def _longer(scores: pd.DataFrame) -> Findings:
         found.set(LEAD, row["gap"], model=row["model"], length=row["length"], budget=row["budget"])
     leads: Any = cells.groupby(["model", "budget"])["gap"].agg(["first", "last", "size"]).query("size > 1")
     found.set(WIDER, (leads["last"] > leads["first"]).mean())
+    means: Any = leads.groupby("model")[["first", "last"]].mean()
+    found.set(WIDER_IN_THE_MEAN, (means["last"] > means["first"]).mean())
     return found

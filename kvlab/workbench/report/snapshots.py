@@ -236,10 +236,13 @@ def read(path: Path, profile: str | None = None) -> list[Entry]:
 
 
 def _shown(found: Sequence[Entry], label: str, profile: str | None) -> list[Entry]:
-    """One of a file's entries for each claim; `label`: the model of a file without any line."""
+    """One of a file's entries for each claim; `label`: the model of a file without any line.
+
+    A profile that measured the claim comes before one in which a condition of the claim was not met.
+    """
     model = found[0].model if found else label
     of_claim: dict[str, Entry] = {}
-    for entry in found:
+    for entry in sorted(found, key=lambda entry: entry.verdict.verdict == papers.UNMEASURED):
         if not profile or entry.origin.profile in ("", profile):
             of_claim.setdefault(entry.claim.id, entry)
     return [of_claim.get(claim.id) or Entry(claim, papers.judge(claim, {}), None, model) for claim in claims()]
