@@ -92,6 +92,7 @@ def parts() -> dict[str, str]:
         "across_names": claim_tables.across(every, order, weighed),
         "trends": _trends(every, order),
         "nearer": claim_tables.nearer(every, order),
+        "quoted_by_model": _quoted_by_model(every, order),
         "flips": "\n\n".join(stability.sentences(stability.read(KEPT))),
         "flipping": claim_tables.flipping(stability.read(KEPT)),
         "profiles": _profiles(both),
@@ -168,6 +169,25 @@ def _quoted(default: Sequence[Entry]) -> str:
         lines.append(f"* **{paper.label}**")
         lines += [f"  * {_said(entry)}" for entry in weakest(default, default[0].model, paper.quoted)]
     return "\n".join(lines)
+
+
+def _quoted_by_model(every: Sequence[Entry], order: Sequence[Subject]) -> str:
+    """The quoted findings with the claims of each, and the verdict of the weakest of them on each model."""
+    rows = []
+    for paper in papers.papers():
+        mine = by_paper(every)[paper.label]
+        for name in paper.quoted:
+            of_finding = [entry for entry in mine if entry.claim.fact[1] == name]
+            claims = ", ".join(dict.fromkeys(f"`{entry.claim.id}`" for entry in of_finding))
+            ours = " (a question of ours)" if any(entry.group == "questions" for entry in of_finding) else ""
+            found = [weakest(of_finding, subject.name, [name]) for subject in order]
+            rows.append(
+                [
+                    f"{paper.label}: {name}{ours}<br>{claims}",
+                    *(one[0].state if one else papers.UNMEASURED for one in found),
+                ]
+            )
+    return _table(["finding, and its claims", *(subject.label for subject in order)], rows)
 
 
 def _said(entry: Entry) -> str:

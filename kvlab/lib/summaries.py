@@ -35,7 +35,7 @@ class Means(dict):
     """Means by measure, which print one to a line."""
 
     def __repr__(self) -> str:
-        return "\n".join(f"{name:<13} {FORMATS.get(name, str)(value):>12}" for name, value in self.items())
+        return "\n".join(f"{name:<16} {FORMATS.get(name, str)(value):>12}" for name, value in self.items())
 
 
 class Summary(pd.DataFrame):

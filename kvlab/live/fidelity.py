@@ -85,9 +85,11 @@ class Fidelity:
     @property
     def summary(self) -> dict[str, float]:
         """Mean of every measure, and `perplexity_ratio`, exp of the mean excess of `nll` over `nll_full`."""
+        from kvlab.lib.summaries import Means
+
         means = {str(name): float(value) for name, value in _means(self.table, "measure").items()}
         excess = means["nll"] - means["nll_full"]
-        return means | {"perplexity_ratio": math.exp(excess)}
+        return Means(means | {"perplexity_ratio": math.exp(excess)})
 
     def intervals(self) -> dict[str, tuple[float, float]]:
         """95 % intervals of the means over documents, by measure."""

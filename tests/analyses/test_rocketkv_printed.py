@@ -14,13 +14,11 @@ def found():
 
 
 def test_longchats_cells_by_hand(found):
-    """Table 14: SparQ is ahead at 1024 and 2048, Hybrid from 256 to 2048, and only Quest and SparQ tie at 4096."""
+    """Table 14: SparQ is ahead at 1024 and 2048, and only Quest and SparQ tie at 4096."""
     metrics = found.metrics
     assert metrics["printed/longbench/behind/sparq/LongChat-7B-v1.5/1024"] == pytest.approx(36.1 - 35.7)
     assert metrics["printed/longbench/behind/sparq/LongChat-7B-v1.5/2048"] == pytest.approx(36.7 - 36.4)
-    assert metrics["printed/longbench/behind/hybrid/LongChat-7B-v1.5/512"] == pytest.approx(36.3 - 34.9)
     assert metrics["printed/longbench/rocketkv_not_behind_rivals"] == 12 / 15
-    assert metrics["printed/longbench/rocketkv_not_behind_hybrid"] == 4 / 9
     assert metrics["printed/tight/rocketkv_not_behind_rivals"] == 1
     assert "printed/longbench/behind/quest/LongChat-7B-v1.5/4096" not in metrics, "a tie is not behind"
 
@@ -30,6 +28,15 @@ def test_hybrids_cells_of_figure_8_by_hand(found):
     assert found.metrics["printed/figure8/hybrid_not_behind_halves"] == pytest.approx(29 / 30)
     (behind,) = found.table.query("benchmark == 'figure8' and gap < 0").to_dict("records")
     assert (behind["cell"], behind["against"], behind["gap"]) == ("longbench Llama3.1-8B 4096", "sparq", -0.2)
+
+
+def test_hybrid_is_ahead_at_low_budgets_with_longchat_on_longbench_alone(found):
+    """At 256 and 512 tokens: six cells each of LongBench and needles, and RULER's that are legible."""
+    ruler = papers.figure("rocketkv", "ruler").query("budget <= 512")
+    both = ruler.pivot(index=["model", "length", "budget"], columns="method", values="average")[["rocketkv", "hybrid"]]
+    cells = both.dropna()
+    assert (cells["rocketkv"] >= cells["hybrid"]).all()
+    assert found.metrics["printed/tight/rocketkv_not_behind_hybrid"] == pytest.approx(1 - 2 / (len(cells) + 12))
 
 
 def test_rulers_leads_by_hand(found):
@@ -53,12 +60,13 @@ def test_needles_lose_as_much_as_the_worst_model(found):
 
 
 def test_losses_on_ruler_by_hand(found):
-    """Tables 4 to 6 and 19: 91.3 - 86.4 at 16K; the full cache of table 7 is not legible, and table 4 ends at 1024."""
+    """Tables 4 to 6 and 19: 91.3 - 86.4 at 16K; table 7's full cache is the mean of its tasks."""
     metrics = found.metrics
     llama = [metrics[f"printed/ruler/loss/Llama3.1-8B/{length}/256"] for length in (16000, 32000, 64000)]
     assert llama == pytest.approx([91.3 - 86.4, 86.4 - 83.1, 84.9 - 79.2])
     assert metrics["printed/ruler/loss/LongChat-7B-v1.5/32000/4096"] == pytest.approx(55.9 - 55.0)
-    assert "printed/ruler/loss/Llama3.1-8B/96000/256" not in metrics
+    full = [100, 100, 100, 100, 94, 88, 98.5, 100, 66.8, 0, 74.7, 78, 50]
+    assert metrics["printed/ruler/loss/Llama3.1-8B/96000/256"] == pytest.approx(round(sum(full) / 13, 1) - 57.5)
     assert "printed/ruler/loss/Llama3.1-8B/16000/2048" not in metrics
     losses = {name: value for name, value in metrics.items() if name.startswith("printed/ruler/loss/")}
     grows = []
@@ -101,4 +109,4 @@ def test_what_the_paper_says_is_judged_on_what_it_prints(found):
         "section4_2.printed_snapkv_needles",
         "section4_2.printed_sparq_on_mistral",
     }
-    assert len(verdicts) == 10 and set(verdicts.values()) == {"holds", "fails"}
+    assert len(verdicts) == 10 and set(verdicts.values()) == {"holds", "holds in direction only", "fails"}

@@ -119,6 +119,16 @@ def test_several_policies_share_the_full_run_and_say_how_much_of_the_gap_they_cl
     assert "kl_gap_closed" not in fidelity(lm, ["random", "keydiff"], ids, 3, budgets=[16]).summary
 
 
+def test_a_summary_shows_the_divergence_in_a_terminal_of_80_columns(tiny, ids, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    found = fidelity(tiny("tiny-llama-gqa"), ["streamingllm", "oracle_attention"], ids, 4, budgets=[16])
+    header, *rows = repr(found.summary).splitlines()
+    assert header.split() == ["policy", "budget", "agreement", "kl", "nll", "nll_full", "perplexity_ratio"]
+    assert max(map(len, [header, *rows])) <= 80
+    assert [row.split()[4] for row in rows] == [f"{one.summary['kl']:.3f}" for one in found]
+    assert f"{'kl':<16} {found[0].summary['kl']:>12.3f}" in str(found[0].summary).splitlines()
+
+
 def test_an_oracle_by_name_runs_alone_and_with_a_given_response(tiny, ids):
     lm, oracle = tiny("tiny-llama-gqa"), kvlab.policy("oracle_attention", budget=0.3)
     given = [9, 8, 7, 6, 5]
