@@ -294,8 +294,10 @@ def says(entry: Entry) -> str:
 
 def _first_cell(entry: Entry) -> str:
     claim = entry.claim
-    printed = claim.kind not in CHECKS and model_trends.paper_value(claim) is not None
-    prints = f" By the paper: {_printed(claim)}." if printed else ""
+    prints = ""
+    if claim.kind not in CHECKS and claim.paper_value is not None:
+        not_compared = "" if claim.comparable else f"{claim.unit and f' ({claim.unit})'}, not compared"
+        prints = f" By the paper: {number(claim.paper_value)}{not_compared}."
     return f"`{claim.id}`<br>{KINDS.get(claim.kind, '')}{says(entry)}{prints}"
 
 
