@@ -185,13 +185,15 @@ def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]], certa
 def _deciding(name: str, of_models: Mapping[str, Entry]) -> list[list[str]]:
     """List the numbers that decided a claim where its table does not show them: claim, model, verdict, numbers.
 
-    They are the numbers of its size where that is missed, and those of its direction where another number decides.
+    They are the numbers of its size where that is missed. They are those of its direction where another number decides,
+    or where less would be better.
     """
-    hidden = others_decide(next(iter(of_models.values())).claim)
+    claim = next(iter(of_models.values())).claim
+    hidden, less_is_better = others_decide(claim), claim.direction.side < 0
     lines = []
     for label, entry in of_models.items():
         verdict = entry.verdict.verdict
-        asked = hidden or verdict == papers.DIRECTION
+        asked = hidden or verdict == papers.DIRECTION or (less_is_better and verdict == papers.FAILS)
         if asked and verdict in REASONS and (found := REASONS[verdict].search(entry.verdict.why)):
             lines.append([f"`{name}`", label, _state(entry), _numbers(found[1])])
     return lines
