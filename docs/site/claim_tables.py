@@ -39,7 +39,7 @@ NOT_WEIGHED = (
     f"{UNWEIGHED} Nobody has measured on this model whether the measure predicts answers. So the verdict cannot be "
     "weakened by that."
 )
-BY_GENRE, FLIPS, WITHOUT_PARTS = "§", "¶", "◇"
+BY_GENRE, FLIPS, WITHOUT_PARTS, BY_CHANCE = "§", "¶", "◇", "◆"
 MARKS = {
     UNWEIGHED: NOT_WEIGHED,
     BY_GENRE: f"{BY_GENRE} Undecided if the documents of one kind of text count as one.",
@@ -48,6 +48,7 @@ MARKS = {
         f"{WITHOUT_PARTS} This model has no learnt tables for CompilerKV and no head scores for DuoAttention, so "
         "neutral ones ran."
     ),
+    BY_CHANCE: f"{BY_CHANCE} The weights of heads come from 40 prompts of kvlab, and are no better than chance.",
 }
 """What marks in a cell mean."""
 LACKING = ("claim", "not measured on", "because")
@@ -195,8 +196,16 @@ def _deciding(name: str, of_models: Mapping[str, Entry]) -> list[list[str]]:
         verdict = entry.verdict.verdict
         asked = hidden or verdict == papers.DIRECTION or (less_is_better and verdict == papers.FAILS)
         if asked and verdict in REASONS and (found := REASONS[verdict].search(entry.verdict.why)):
-            lines.append([f"`{name}`", label, _state(entry), _numbers(found[1])])
+            limits = _limits(claim) if verdict == papers.UNDECIDED else ""
+            lines.append([f"`{name}`", label, _state(entry), _numbers(found[1]) + limits])
     return lines
+
+
+def _limits(claim: papers.Claim) -> str:
+    """The names of the other numbers that the tests of direction take for their limits."""
+    tests = [claim.direction, *getattr(claim.direction, "tests", [])]
+    names = dict.fromkeys(f"`{test.than}`" for test in tests if isinstance(getattr(test, "than", None), str))
+    return f" (limit: {' or '.join(names)})" if names else ""
 
 
 def _lacking(name: str, of_models: Mapping[str, Entry]) -> list[list[str]]:
@@ -299,7 +308,7 @@ def _first_cell(entry: Entry) -> str:
     prints = ""
     if claim.kind not in CHECKS and claim.paper_value is not None:
         not_compared = "" if claim.comparable else f"{claim.unit and f' ({claim.unit})'}, not compared"
-        prints = f" By the paper: {number(claim.paper_value)}{not_compared}."
+        prints = f" By the paper ({claim.where}): {number(claim.paper_value)}{not_compared}."
     return f"`{claim.id}`<br>{KINDS.get(claim.kind, '')}{says(entry)}{prints}"
 
 
@@ -334,8 +343,16 @@ def cell(entry: Entry, weighed: bool = True, flips: bool = False) -> str:
         BY_GENRE: by_genre,
         FLIPS: flips,
         WITHOUT_PARTS: bool(entry.origin.remarks),
+        BY_CHANCE: weighed_by_chance(entry),
     }
     return f"{_state(entry)}{''.join(mark for mark, true in marks.items() if true)}<br>{ours(entry.verdict)}"
+
+
+def weighed_by_chance(entry: Entry) -> bool:
+    """Whether CompilerKV's sets had kvlab's tables of a model, whose training log has no signal."""
+    claim = entry.claim
+    learnt = claim.paper == "compilerkv" and claim.experiment == "compilerkv_budgets" and "filled" in claim.id
+    return learnt and entry.measured and not entry.origin.remarks
 
 
 def _state(entry: Entry) -> str:

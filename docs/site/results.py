@@ -223,6 +223,8 @@ def _without_parts(of_paper: Sequence[Entry], quoted: Container[str]) -> str:
         if entry.claim.finding in quoted:
             for remark in entry.origin.remarks:
                 models.setdefault(remark, []).append(entry.model)
+        if entry.claim.finding in quoted and claim_tables.weighed_by_chance(entry):
+            models.setdefault("weights no better than chance", []).append(entry.model)
     return "".join(f"; {remark} on {listed(list(dict.fromkeys(of)))}" for remark, of in models.items())
 
 
