@@ -77,6 +77,10 @@ NAMES = {
         *(f"lib.intervals.{name}" for name in ("interval", "summarise", "bounded")),
     ],
     "A method to begin from": ["methods.snapkv.SnapKV"],
+    "Functions for an analysis": [
+        *("analyses.texts.common_traces", "analyses.texts.plain_name", "inputs.token_texts.token_texts"),
+        *("analyses.why_it_fails.token_kinds.around", "analyses.why_it_fails.token_kinds.kinds"),
+    ],
     "Comparison at equal bytes": [f"analyses.together.equal_bytes.{name}" for name in ("at_equal", "summary")],
     "Papers and their figures": [f"papers.{name}" for name in ("papers", "claims", "quoted", "figures", "figure")],
     "Experiments": [
