@@ -15,6 +15,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvlab import papers
+from kvlab.papers.claim import within_tests
 from kvlab.render.phrases import listed, number
 from kvlab.render.sentences import WORTH, ours, phrase
 from kvlab.workbench.report import model_agreement, model_trends, stability
@@ -41,6 +42,7 @@ NOT_WEIGHED = (
 )
 BY_GENRE, FLIPS, WITHOUT_PARTS, BY_CHANCE = "§", "¶", "◇", "◆"
 MARKS = {
+    DAGGER: OTHERS,
     UNWEIGHED: NOT_WEIGHED,
     BY_GENRE: f"{BY_GENRE} Undecided if the documents of one kind of text count as one.",
     FLIPS: f"{FLIPS} The quick profile gave another verdict with another seed or with other texts.",
@@ -75,7 +77,6 @@ KINDS = {
     "timing": "*A timing.* ",
 }
 """How a row begins whose claim is no finding."""
-CHECKS = [kind for kind, words in KINDS.items() if words == "*A check.* "]
 PRINTED = (
     *("printed/", "table3/", "figure9/logged/"),
     *("published/average_gap", "published/score_gap", "published/middle_less_rest"),
@@ -156,8 +157,6 @@ def _claims(names: Sequence[str], rows: Mapping[str, Mapping[str, Entry]], certa
         cells = [[certainty.marked(entries[name][model], model) for model in models] for name in measured]
         lines = [[_first_cell(first[name]), *mine] for name, mine in zip(measured, cells, strict=True)]
         parts.append(table([f"claim, and what {models[0]} says", *models], lines))
-        if any(others_decide(first[name].claim) for name in measured):
-            parts.append(OTHERS)
         parts += [note for mark, note in MARKS.items() if any(mark in each for mine in cells for each in mine)]
         if deciding := [line for name in measured for line in _deciding(name, entries[name])]:
             parts.append(table(DECIDING, deciding))
@@ -203,7 +202,7 @@ def _deciding(name: str, of_models: Mapping[str, Entry]) -> list[list[str]]:
 
 def _limits(claim: papers.Claim) -> str:
     """The names of the other numbers that the tests of direction take for their limits."""
-    tests = [claim.direction, *getattr(claim.direction, "tests", [])]
+    tests = [claim.direction, *within_tests(claim.direction)]
     names = dict.fromkeys(f"`{test.than}`" for test in tests if isinstance(getattr(test, "than", None), str))
     return f" (limit: {' or '.join(names)})" if names else ""
 
@@ -221,9 +220,9 @@ def _why_not(entry: Entry) -> str:
     claim, why = entry.claim, entry.verdict.why
     if why.startswith(papers.FULL_ONLY):
         return FULL_PROFILE
-    if why.startswith("no run has measured"):
-        starts = [start for start in claim.lacking if claim.metric.startswith(start)]
-        return f"{claim.lacking[starts[0]].rstrip('.')}." if starts else NO_NUMBER
+    if why.startswith(papers.NO_RUN):
+        known = claim.why_lacking([claim.metric])
+        return f"{known.rstrip('.')}." if known else NO_NUMBER
     return f"{_short(why.partition(' (no ')[0])}."
 
 
@@ -254,7 +253,7 @@ def _places(claims: Iterable[str]) -> str:
     for name in sorted(claims, key=_in_order):
         place, _, rest = name.split(".", 1)[1].partition(".")
         found.setdefault(place, []).append(f"`{rest or place}`")
-    return table(["all claims on", "by name"], [[PLACE.sub(_said, place), ", ".join(n)] for place, n in found.items()])
+    return table(["all claims on", "by name"], [[PLACE.sub(_spelt, place), ", ".join(n)] for place, n in found.items()])
 
 
 def _in_order(name: str) -> list[tuple[str, int]]:
@@ -262,7 +261,7 @@ def _in_order(name: str) -> list[tuple[str, int]]:
     return [(text, int(number or 0)) for text, number in re.findall(r"(\D+)(\d*)", name.split(".")[1])]
 
 
-def _said(found: re.Match[str]) -> str:
+def _spelt(found: re.Match[str]) -> str:
     return f"{found[1]} {found[2].replace('_', '.')}"
 
 
@@ -306,8 +305,9 @@ def says(entry: Entry) -> str:
 def _first_cell(entry: Entry) -> str:
     claim = entry.claim
     prints = ""
-    if claim.kind not in CHECKS and claim.paper_value is not None:
-        not_compared = "" if claim.comparable else f"{claim.unit and f' ({claim.unit})'}, not compared"
+    if entry.group != "checks" and claim.paper_value is not None:
+        unit = f" ({claim.unit})" if claim.unit else ""
+        not_compared = "" if claim.comparable else f"{unit}, not compared"
         prints = f" By the paper ({claim.where}): {number(claim.paper_value)}{not_compared}."
     return f"`{claim.id}`<br>{KINDS.get(claim.kind, '')}{says(entry)}{prints}"
 
@@ -336,11 +336,10 @@ def cell(entry: Entry, weighed: bool = True, flips: bool = False) -> str:
     if entry.state == papers.UNMEASURED:
         return entry.state
     unweighed = entry.claim.stand_in and not weighed and entry.state != papers.UNDECIDED
-    by_genre = entry.verdict.open_by_genre
     marks = {
         DAGGER: others_decide(entry.claim),
         UNWEIGHED: unweighed,
-        BY_GENRE: by_genre,
+        BY_GENRE: entry.verdict.open_by_genre,
         FLIPS: flips,
         WITHOUT_PARTS: bool(entry.origin.remarks),
         BY_CHANCE: weighed_by_chance(entry),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -58,10 +59,7 @@ def pages() -> dict[Path, str]:
 def _flips(measured: Iterable[stability.Stability]) -> set[tuple[str, str]]:
     """The claims whose verdict is another one in another cell, each with its model."""
     return {
-        (claim, one.model)
-        for one in measured
-        for claim, cells in one.claims.items()
-        if len({cell.verdict for cell in cells}) > 1
+        (claim, one.model) for one in measured for claim, cells in one.claims.items() if replace(one, cells=cells).flips
     }
 
 
@@ -70,7 +68,7 @@ def parts() -> dict[str, str]:
     every = snapshots.kept(KEPT)
     order = subjects(every)
     default = snapshots.read(KEPT / f"{DEFAULT}.csv")
-    weighed = stand_ins.read(KEPT)
+    weighed, steady = stand_ins.read(KEPT), stability.read(KEPT)
     of_profile = {
         profile: {entry.claim.id: entry for entry in snapshots.read(KEPT / f"{DEFAULT}.csv", profile) if entry.measured}
         for profile in ("quick", "full")
@@ -93,8 +91,8 @@ def parts() -> dict[str, str]:
         "trends": _trends(every, order),
         "nearer": claim_tables.nearer(every, order),
         "quoted_by_model": _quoted_by_model(every, order),
-        "flips": "\n\n".join(stability.sentences(stability.read(KEPT))),
-        "flipping": claim_tables.flipping(stability.read(KEPT)),
+        "flips": "\n\n".join(stability.sentences(steady)),
+        "flipping": claim_tables.flipping(steady),
         "profiles": _profiles(both),
         "moved": claim_tables.moved(_by_profile(order)),
         "stand_ins": _stand_ins(weighed, order),
@@ -221,10 +219,9 @@ def _without_parts(of_paper: Sequence[Entry], quoted: Container[str]) -> str:
     models: dict[str, list[str]] = {}
     for entry in of_paper:
         if entry.claim.finding in quoted:
-            for remark in entry.origin.remarks:
+            chance = ["weights no better than chance"] if claim_tables.weighed_by_chance(entry) else []
+            for remark in [*entry.origin.remarks, *chance]:
                 models.setdefault(remark, []).append(entry.model)
-        if entry.claim.finding in quoted and claim_tables.weighed_by_chance(entry):
-            models.setdefault("weights no better than chance", []).append(entry.model)
     return "".join(f"; {remark} on {listed(list(dict.fromkeys(of)))}" for remark, of in models.items())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -23,6 +24,7 @@ VERDICTS = (HOLDS, DIRECTION, WEAK, FAILS, UNDECIDED, UNMEASURED)
 SAMPLED: Final = ("finding", "question")
 """The kinds that say something about a method, and that share findings."""
 FULL_ONLY: Final = "full profile only"
+NO_RUN: Final = "no run has measured"
 """The reason of a claim that is not measured because the quick profile leaves its numbers out."""
 PHRASE_WORDS: Final = 25
 StandIn = Literal["recall", "window_recall", "step_recall", "mass_lost", "output_error", "likelihood"]
@@ -149,10 +151,10 @@ class Claim(BaseModel):
 
     @model_validator(mode="after")
     def _compares_what_can_be(self) -> Claim:
-        parts = [self.direction, *_within_tests(self.direction), *_within_tests(self.size)]
+        parts = [self.direction, *within_tests(self.direction), *within_tests(self.size)]
         if any(isinstance(part, NotCompared) for part in parts):
             raise ValueError("not_compared replaces a test of size: only the size as a whole can be left out")
-        sizes = [self.size, *_within_tests(self.size)]
+        sizes = [self.size, *within_tests(self.size)]
         if self.kind == "recomputed" and any(isinstance(part, Within) and part.of == "factor" for part in sizes):
             raise ValueError("a factor is no test of arithmetic: what is recomputed is judged by `prints_as`")
         return self
@@ -193,15 +195,20 @@ class Claim(BaseModel):
         tests = [self.direction, self.size, *([self.provided] if self.provided else [])]
         return {self.metric}.union(*(test.needs(self.metric) for test in tests))
 
+    def why_lacking(self, metrics: Iterable[str]) -> str | None:
+        """The reason (`lacking`) for which a run may leave out one of these metrics; None where there is none."""
+        names = tuple(metrics)
+        return next((why for start, why in self.lacking.items() if any(name.startswith(start) for name in names)), None)
 
-def _within_tests(test: Condition) -> list[Condition]:
+
+def within_tests(test: Condition) -> list[Condition]:
     """All tests within this one."""
     parts = test.tests if isinstance(test, Combination) else []
-    return [inner for part in parts for inner in (part, *_within_tests(part))]
+    return [inner for part in parts for inner in (part, *within_tests(part))]
 
 
 def _needs_paper_value(test: Condition) -> bool:
-    every = [test, *_within_tests(test)]
+    every = [test, *within_tests(test)]
     return any(isinstance(part, Within | Covers | PrintsAs) and part.to is None for part in every)
 
 

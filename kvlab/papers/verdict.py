@@ -14,6 +14,7 @@ from kvlab.papers.claim import (
     FULL_ONLY,
     HOLDS,
     KINDS_DIFFER,
+    NO_RUN,
     UNDECIDED,
     UNMEASURED,
     Claim,
@@ -166,9 +167,8 @@ def _absent(claim: Claim, names: list[str], ran: bool) -> str:
     """Why a claim lacks the metrics `names`; `ran` says that its experiment gave others."""
     if claim.profile == "full":
         return f"{FULL_ONLY}: the quick profile leaves out {_listed(names)}, which no run has measured"
-    reasons = (why for start, why in claim.lacking.items() if ran and any(name.startswith(start) for name in names))
-    known = next(reasons, None)
-    return f"{known} (no {_listed(names)})" if known else f"no run has measured {_listed(names)}"
+    known = claim.why_lacking(names) if ran else None
+    return f"{known} (no {_listed(names)})" if known else f"{NO_RUN} {_listed(names)}"
 
 
 def _listed(names: list[str]) -> str:
